@@ -1,0 +1,85 @@
+"""Static facts of a grouped matmul: validation, accumulation dtype, tile size, and what each implementation cannot do."""
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def check_arguments(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, preferred_element_type: Any) -> jnp.dtype:
+    """Raises ValueError naming the argument that does not fit; returns the output dtype."""
+    if lhs.ndim != 2:
+        raise ValueError(f"lhs: got shape {lhs.shape}, wanted [M, K]: flatten batch and time into rows sorted by group")
+    if rhs.ndim != 3:
+        raise ValueError(f"rhs: got shape {rhs.shape}, wanted [G, K, N]")
+    if rhs.shape[1] != lhs.shape[1]:
+        raise ValueError(f"rhs: got K={rhs.shape[1]} in shape {rhs.shape}, wanted K={lhs.shape[1]} as in lhs {lhs.shape}")
+    if group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(f"group_sizes: got shape {group_sizes.shape}, wanted [{rhs.shape[0]}], one size for each group of rhs {rhs.shape}")
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes: got dtype {group_sizes.dtype}, wanted int32 row counts")
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if x.dtype.name not in FLOATS:
+            raise ValueError(f"{name}: got dtype {x.dtype}, wanted one of {', '.join(FLOATS)}")
+    if rhs.shape[0] == 0:
+        raise ValueError(f"rhs: got shape {rhs.shape}, wanted at least one group")
+    out_dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs))
+    if out_dtype.name not in FLOATS:
+        raise ValueError(f"preferred_element_type: got {out_dtype}, wanted one of {', '.join(FLOATS)}")
+    return out_dtype
+
+
+def accumulation_dtype(*dtypes: jnp.dtype) -> jnp.dtype:
+    """float64 as soon as one operand is float64, float32 otherwise."""
+    return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+
+
+def tile_rows(rows: int, groups: int) -> int:
+    """Rows a tile. Static, from the average group alone: actual sizes are not known when the program is built."""
+    return min(rows, 128)
+
+
+def max_tiles(rows: int, groups: int, tile: int) -> int:
+    """The most tiles that any split of `rows` rows into `groups` groups can need: each non-empty group wastes less than one tile."""
+    return (rows + min(groups, rows) * (tile - 1)) // tile
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Inside `shard_map`: every array typed as varying over each mesh axis that any of them varies over. Elsewhere: unchanged.
+
+    Done before the hand-written gradient rule, so that autodiff itself inserts the sum over devices for an array that came in replicated.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(frozenset().union(*varying) - axes) for axes in varying]
+    return tuple(lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing))
+
+
+def zeros_varying_like(shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -> jax.Array:
+    """Zeros to start a loop's carry: inside `shard_map` they must be typed as varying like what the loop writes into them."""
+    return vary_alike(jnp.zeros(shape, dtype), *arrays)[0]
+
+
+def unmet_mosaic_gpu(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any) -> list[str]:
+    """Every reason why the Mosaic GPU kernel cannot take the call."""
+    unmet = ["this version has no Mosaic GPU kernel for grouped_matmul; nearest accepted value: 'xla'"]
+    if jax.default_backend() != "gpu":
+        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default backend is {jax.default_backend()!r}")
+    elif (capability := getattr(jax.devices()[0], "compute_capability", None)) != "9.0":
+        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default device has {capability}")
+    if lhs_dtype != rhs_dtype or jnp.dtype(lhs_dtype).name not in ("bfloat16", "float16"):
+        unmet.append(f"needs lhs and rhs both bfloat16 or both float16, got {lhs_dtype} and {rhs_dtype}; nearest: bfloat16")
+    for name, size in (("K", k), ("N", n)):
+        if size % 64:
+            unmet.append(f"needs {name} to be a multiple of 64, got {size}; nearest: {-(-size // 64) * 64}")
+    return unmet
+
+
+def unmet_nothing(**facts: Any) -> list[str]:
+    """`xla` and `reference` take every valid call."""
+    return []
+
+
+EXAMPLE = dict(rows=262144, k=1024, n=1024, groups=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16", out_dtype="bfloat16")
+UNMET = dict(mosaic_gpu=unmet_mosaic_gpu, xla=unmet_nothing, reference=unmet_nothing)
