@@ -1,0 +1,1 @@
+"""Text corpora as token folders, the packer, the loader and the synthetic tasks. NumPy only at run time."""
