@@ -1,0 +1,38 @@
+"""longmoe: ultra-long-context sparse language models in JAX.
+
+    import longmoe
+    cfg = longmoe.presets.nano()
+    variables = longmoe.init_variables(cfg.model, jax.random.key(0))
+    logits = longmoe.LongMoE(cfg.model).apply(variables, tokens).logits
+
+Names load on first use, so that importing the package is quick and never touches a device.
+"""
+import importlib
+from typing import Any
+
+_HOMES = {
+    "presets": "longmoe.presets",
+    "quantile_balancing": "longmoe.balancing.quantile",
+    "LongMoE": "longmoe.model.lm", "ModelOutput": "longmoe.model.lm", "init_variables": "longmoe.model.lm", "init_cache": "longmoe.model.lm",
+    "stack_layers": "longmoe.model.depth", "unstack_layers": "longmoe.model.depth",
+    "make_mesh": "longmoe.parallel.mesh",
+    "TrainState": "longmoe.train.state", "init_train_state": "longmoe.train.state", "make_train_step": "longmoe.train.step",
+    "fit": "longmoe.train.loop",
+    "generate": "longmoe.inference.engine", "estimate": "longmoe.inference.planner",
+}
+_MODULES = {"presets", "quantile_balancing"}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longmoe' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    value = module if name in _MODULES else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

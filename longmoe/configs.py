@@ -1,0 +1,313 @@
+"""Configurations: frozen nested dataclasses, and JSON both ways. Presets are in `longmoe.presets`.
+
+Every field is a flag of the command line under its dotted path (`--model.kda.num-heads 8`).
+"""
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Mixer = Literal["kda", "mla"]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _check(value > 0, f"{type(config).__name__}.{name}: got {value}, wanted a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class KDAConfig:
+    """Kimi Delta Attention (k3_architecture: KDA; Kimi K3 report eq. 1-6)."""
+    num_heads: int = 4
+    """Heads H."""
+    head_dim: int = 32
+    """Key width Dk and value width Dv of a head, and the rank of the decay gate's projection."""
+    conv_width: int = 4
+    """Taps of the causal depthwise convolution after the q, k, v projections."""
+    gate: Literal["bounded", "softplus"] = "bounded"
+    """Log decay: bounded is lower_bound * sigmoid(exp(a_log) * z), softplus is -exp(a_log) * softplus(z)."""
+    lower_bound: float = -5.0
+    """Lower bound of the log decay; used by the bounded gate only."""
+    output_gate: Literal["full_rank", "low_rank"] = "full_rank"
+    """Output gate's projection: one matrix (Kimi K3), or two of rank head_dim (Kimi Linear)."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "head_dim", "conv_width")
+        _check(self.lower_bound < 0, f"KDAConfig.lower_bound: got {self.lower_bound}, wanted a negative log decay such as -5.0")
+
+
+@dataclasses.dataclass(frozen=True)
+class MLAConfig:
+    """Gated multi-head latent attention without positional encoding."""
+    num_heads: int = 4
+    """Heads H."""
+    q_lora_rank: int | None = 48
+    """Width of the query latent; None projects queries straight from the input."""
+    kv_lora_rank: int = 32
+    """Width of the key-value latent: what the cache holds, beside rope_dim."""
+    nope_dim: int = 32
+    """Query/key columns of a head that come from the latent."""
+    rope_dim: int = 16
+    """Query/key columns shared by all heads; never rotated."""
+    v_dim: int = 32
+    """Value width of a head."""
+    use_output_gate: bool = True
+    """Multiplies the attention output by sigmoid(x W_g), elementwise."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_heads", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim")
+        _check(self.q_lora_rank is None or self.q_lora_rank > 0,
+               f"MLAConfig.q_lora_rank: got {self.q_lora_rank}, wanted None or a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """Stable LatentMoE: full-width sigmoid router, experts in a latent space, norm after aggregation, shared experts."""
+    num_experts: int = 16
+    """Routed experts E."""
+    experts_per_token: int = 2
+    """Experts that a token goes to, K."""
+    latent_dim: int | None = 64
+    """Latent width Z that experts read and write; None keeps experts at the model's width."""
+    expert_dim: int = 64
+    """Hidden width F of a routed expert."""
+    num_shared_experts: int = 1
+    """Shared experts, fused into one feed-forward of width num_shared_experts * shared_expert_dim."""
+    shared_expert_dim: int = 64
+    """Hidden width of one shared expert."""
+    use_latent_norm: bool = True
+    """RMSNorm on the aggregated latent, before the up projection."""
+    renormalize: bool = True
+    """Divides the chosen scores by their sum."""
+    routed_scale: float = 1.0
+    """Factor on the combine weights (no effect under use_latent_norm, which removes it)."""
+    balancer: Literal["quantile", "none"] = "quantile"
+    """How expert_bias is updated once a step; none leaves it as it is."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_experts", "experts_per_token", "expert_dim", "routed_scale")
+        _check(self.experts_per_token < self.num_experts,
+               f"MoEConfig.experts_per_token: got {self.experts_per_token}, wanted less than num_experts={self.num_experts}")
+        _check(self.num_shared_experts >= 0, f"MoEConfig.num_shared_experts: got {self.num_shared_experts}, wanted 0 or more")
+        _check(self.latent_dim is None or self.latent_dim > 0,
+               f"MoEConfig.latent_dim: got {self.latent_dim}, wanted None or a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualConfig:
+    """How a sublayer's input is made from what came before it in depth."""
+    kind: Literal["block", "full", "plain"] = "block"
+    """block: Block Attention Residuals; full: every sublayer's output is a source; plain: the sum."""
+    block_size: int = 4
+    """Decoder layers a block; used by kind block only. A multiple of mla_every lets layers be scanned."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "block_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The text model."""
+    vocab_size: int = 4096
+    """Rows of the embedding and of the (untied) head, V."""
+    width: int = 128
+    """Model width D."""
+    num_layers: int = 5
+    """Decoder layers L."""
+    mla_every: int = 4
+    """Every mla_every-th layer is MLA, the others KDA; 0 leaves MLA out, 1 makes every layer MLA."""
+    use_final_mla: bool = True
+    """The last layer is MLA whatever the period says (not when mla_every is 0)."""
+    mla_layers: tuple[int, ...] | None = None
+    """MLA layers by 1-based index; overrides mla_every and use_final_mla."""
+    dense_layers: int = 1
+    """Leading layers whose feed-forward is dense."""
+    dense_dim: int = 512
+    """Hidden width of a dense feed-forward."""
+    activation: Literal["situ", "swiglu"] = "situ"
+    """Gated activation of every feed-forward."""
+    situ_beta: float = 4.0
+    """Bound of the gate branch of SiTU-GLU."""
+    situ_linear_beta: float | None = 25.0
+    """Bound of the linear branch of SiTU-GLU; None leaves it linear."""
+    norm_eps: float = 1e-5
+    """Epsilon of every RMSNorm but the latents'."""
+    latent_norm_eps: float = 1e-6
+    """Epsilon of MLA's latent norms."""
+    init_std: float = 0.02
+    """Standard deviation of every linear layer and of the embedding at initialisation."""
+    kda: KDAConfig = KDAConfig()
+    mla: MLAConfig = MLAConfig()
+    moe: MoEConfig = MoEConfig()
+    residual: ResidualConfig = ResidualConfig()
+    dtype: Dtype = "bfloat16"
+    """Dtype of activations and of weights in matmuls. Gates, norms' statistics, softmaxes, routing and recurrent state stay float32."""
+    param_dtype: Dtype = "float32"
+    """Dtype in which parameters are stored."""
+    scan_layers: bool = True
+    """Runs repeated layers as one scanned body (parameters stacked, see stack_layers)."""
+    remat: Literal["none", "full", "save_matmuls"] = "none"
+    """What the backward pass recomputes: nothing, everything but each layer's input and the routing, or all but matmul results."""
+    implementation: Literal["auto", "mosaic_gpu", "xla", "reference"] = "auto"
+    """Implementation of the KDA operator and of the grouped matmul (pallas_kernels)."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab_size", "width", "num_layers", "dense_dim", "norm_eps", "latent_norm_eps", "init_std", "situ_beta")
+        _check(self.mla_every >= 0, f"ModelConfig.mla_every: got {self.mla_every}, wanted 0 or more")
+        _check(0 <= self.dense_layers <= self.num_layers,
+               f"ModelConfig.dense_layers: got {self.dense_layers}, wanted 0 to num_layers={self.num_layers}")
+        outside = [i for i in self.mla_layers or () if not 1 <= i <= self.num_layers]
+        _check(not outside, f"ModelConfig.mla_layers: got {outside}, wanted 1-based indices up to num_layers={self.num_layers}")
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Each layer's token mixer, "kda" or "mla"."""
+        return tuple("mla" if self._is_mla(i) else "kda" for i in range(1, self.num_layers + 1))
+
+    def _is_mla(self, index: int) -> bool:
+        if self.mla_layers is not None:
+            return index in self.mla_layers
+        if self.mla_every == 0:
+            return False
+        return index % self.mla_every == 0 or (self.use_final_mla and index == self.num_layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.dense_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis; -1 (at most one axis) takes what the others leave."""
+    data: int = 1
+    """Replicates parameters, splits the batch."""
+    fsdp: int = -1
+    """Splits parameters and the batch."""
+    expert: int = 1
+    """Splits experts and the batch."""
+    tensor: int = 1
+    """Splits heads and hidden widths."""
+    context: int = 1
+    """Splits the sequence."""
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        _check(all(size == -1 or size > 0 for size in sizes.values()), f"MeshConfig: got {sizes}, wanted positive sizes, or -1 on one axis")
+        _check(list(sizes.values()).count(-1) <= 1, f"MeshConfig: got {sizes}, wanted -1 on at most one axis")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What a step's batch is made of."""
+    path: str = ""
+    """A folder that `longmoe.data.corpus` wrote (tokenizer, training and held-out tokens); used by task text."""
+    task: Literal["text", "associative_recall"] = "text"
+    """text: packed documents of `path`; associative_recall: generated key-value pairs with queries."""
+    sequence_length: int = 256
+    """Tokens a row, T."""
+    batch_size: int = 16
+    """Rows a step over all devices and micro-batches, B."""
+    num_pairs: int = 16
+    """Key-value pairs a row; used by task associative_recall."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "sequence_length", "batch_size", "num_pairs")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """AdamW with linear warm-up and a cosine to final_learning_rate."""
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    final_learning_rate: float = 3e-4
+    """Learning rate at the last step."""
+    warmup_steps: int = 50
+    """Steps of linear warm-up from 0."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled weight decay on matrices; norms, biases, decay gates, convolutions and AttnRes vectors carry none."""
+    gradient_clip: float | None = 1.0
+    """Largest global gradient norm; None never clips."""
+    z_loss: float = 0.0
+    """Factor on the squared log-partition of the logits."""
+    loss_chunk: int = 2048
+    """Tokens whose logits exist at one time, per device group."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "learning_rate", "eps", "loss_chunk")
+        _check(self.warmup_steps >= 0, f"OptimConfig.warmup_steps: got {self.warmup_steps}, wanted 0 or more")
+        for name in ("beta1", "beta2"):
+            _check(0 <= getattr(self, name) < 1, f"OptimConfig.{name}: got {getattr(self, name)}, wanted a number in [0, 1)")
+        for name in ("weight_decay", "z_loss", "final_learning_rate"):
+            _check(getattr(self, name) >= 0, f"OptimConfig.{name}: got {getattr(self, name)}, wanted 0 or more")
+        _check(self.gradient_clip is None or self.gradient_clip > 0,
+               f"OptimConfig.gradient_clip: got {self.gradient_clip}, wanted None or a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When a run saves its state."""
+    every: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "every", "keep")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that a run is."""
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    steps: int = 1000
+    """Optimizer steps in all."""
+    accumulation_steps: int = 1
+    """Micro-batches that a step's batch is cut into."""
+    log_every: int = 1
+    """Steps between lines of metrics.jsonl."""
+    max_skipped_steps: int = 5
+    """Steps in a row with gradients that are not finite before the run stops."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "accumulation_steps", "log_every", "max_skipped_steps")
+        _check(self.data.batch_size % self.accumulation_steps == 0,
+               f"TrainConfig.accumulation_steps: got {self.accumulation_steps}, wanted a divisor of data.batch_size={self.data.batch_size}")
+
+
+def to_json(config: Any) -> str:
+    """Any config of this file as indented JSON."""
+    return json.dumps(dataclasses.asdict(config), indent=2)
+
+
+def from_json[C](kind: type[C], text: str) -> C:
+    """The config of class `kind` that `to_json` wrote. ValueError names fields that are unknown."""
+    return _from_plain(kind, json.loads(text), kind.__name__)
+
+
+def _from_plain(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        fields = typing.get_type_hints(kind)
+        unknown = sorted(set(value) - set(fields))
+        _check(not unknown, f"{path}: got unknown fields {unknown}, wanted some of {sorted(fields)}")
+        return kind(**{name: _from_plain(fields[name], item, f"{path}.{name}") for name, item in value.items()})
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(kind, types.UnionType) and float in typing.get_args(kind) and isinstance(value, int):
+        return float(value)
+    return value

@@ -1,0 +1,39 @@
+"""Attention Residuals: each sublayer reads a softmax-weighted sum over depth (Attention Residuals paper; Kimi K3 report eq. 8-10)."""
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from longmoe.configs import ModelConfig
+from longmoe.shapes import Array, Float, Hidden
+
+
+def mix(sources: Sequence[Hidden], query: Float[Array, "D"], scale: Float[Array, "D"], eps: float,
+        skip_last: Array | None = None) -> tuple[Hidden, Float[Array, "B T S"]]:
+    """sum_s p_s source_s with p = softmax over s of query . (scale * source_s / rms(source_s)), per token, in float32.
+
+    Keys are normalised, values are not; no 1/sqrt(D). skip_last (bool scalar): leaves the last source out.
+    Returns the mixture in the sources' dtype and the weights p, float32.
+    """
+    wide = jnp.promote_types(sources[0].dtype, jnp.float32)
+    rows = [source.astype(wide) for source in sources]
+    direction = (query.astype(wide) * scale.astype(wide))
+    scores = [jnp.sum(row * direction, -1) * jax.lax.rsqrt(jnp.mean(jnp.square(row), -1) + eps) for row in rows]
+    if skip_last is not None:
+        scores[-1] = jnp.where(skip_last, -jnp.inf, scores[-1])
+    weights = jax.nn.softmax(jnp.stack(scores, axis=-1), axis=-1)
+    mixture = sum(weights[..., i, None] * row for i, row in enumerate(rows))
+    return mixture.astype(sources[0].dtype), weights
+
+
+class DepthMix(nn.Module):
+    """One site that mixes depth sources with its own learned query (zero at the start: a uniform average)."""
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, sources: Sequence[Hidden], skip_last: Array | None = None) -> tuple[Hidden, Float[Array, "B T S"]]:
+        shape, dtype = (self.config.width,), jnp.dtype(self.config.param_dtype)
+        query = self.param("query", nn.initializers.zeros, shape, dtype)
+        scale = self.param("scale", nn.initializers.ones, shape, dtype)
+        return mix(sources, query, scale, self.config.norm_eps, skip_last)

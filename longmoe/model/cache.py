@@ -1,0 +1,48 @@
+"""Decoding caches: what a layer keeps of the tokens before, one entry a layer, of a size that `init_cache` fixes."""
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from longmoe.configs import ModelConfig
+from longmoe.shapes import Array, Float, Int
+
+
+@struct.dataclass
+class KDACache:
+    """Recurrent memory of a KDA layer; its size does not depend on the context."""
+    conv: Float[Array, "B W-1 C"]
+    """Last inputs of the q, k and v convolutions, side by side (C = 3 H Dk)."""
+    state: Float[Array, "B H Dk Dv"]
+    """float32."""
+
+
+@struct.dataclass
+class MLACache:
+    """Latents of an MLA layer's tokens so far."""
+    latent: Float[Array, "B S R"]
+    """Normalised kv latent and the shared unrotated key columns, R = kv_lora_rank + rope_dim; S slots."""
+    length: Int[Array, "B"]
+    """Slots in use, int32."""
+
+
+LayerCache = KDACache | MLACache
+
+
+def init_layer_cache(config: ModelConfig, mixer: str, batch: int, capacity: int) -> LayerCache:
+    """Empty cache of one layer for `batch` rows of at most `capacity` tokens."""
+    if mixer == "kda":
+        kda = config.kda
+        return KDACache(conv=jnp.zeros((batch, kda.conv_width - 1, 3 * kda.num_heads * kda.head_dim), jnp.dtype(config.dtype)),
+                        state=jnp.zeros((batch, kda.num_heads, kda.head_dim, kda.head_dim), jnp.float32))
+    return MLACache(latent=jnp.zeros((batch, capacity, config.mla.kv_lora_rank + config.mla.rope_dim), jnp.dtype(config.dtype)),
+                    length=jnp.zeros(batch, jnp.int32))
+
+
+def append_latents(cache: MLACache, latents: Float[Array, "B T R"], valid: jax.Array | None) -> MLACache:
+    """Writes each row's valid tokens behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache)."""
+    batch, tokens, _ = latents.shape
+    ones = jnp.ones((batch, tokens), jnp.int32) if valid is None else valid.astype(jnp.int32)
+    slots = cache.length[:, None] + jnp.cumsum(ones, axis=1) - 1
+    slots = jnp.where(ones > 0, slots, cache.latent.shape[1])
+    latent = cache.latent.at[jnp.arange(batch)[:, None], slots].set(latents.astype(cache.latent.dtype), mode="drop")
+    return MLACache(latent=latent, length=cache.length + jnp.sum(ones, axis=1))

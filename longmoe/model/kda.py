@@ -1,0 +1,83 @@
+"""The Kimi Delta Attention layer: projections, short convolutions, decay gate, the operator, gated norm (Kimi K3 report eq. 1-6)."""
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from longmoe.configs import ModelConfig
+from longmoe.model.cache import KDACache
+from longmoe.model.layers import causal_conv, conv_history, float_dtype, linear, rms_normalize
+from longmoe.shapes import Array, Hidden, Int
+
+
+def init_dt_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+    """Mamba-2's rule: the inverse softplus of a step drawn log-uniformly from [0.001, 0.1]."""
+    low, high = jnp.log(0.001), jnp.log(0.1)
+    step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape) * (high - low) + low), 1e-4)
+    return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
+
+
+def init_a_log_softplus(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+    """log U(1, 16), as the released softplus-gated model; the bounded gate starts from zero."""
+    return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0)).astype(dtype)
+
+
+def init_conv(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+    """Uniform in +-1/sqrt(taps)."""
+    return jax.random.uniform(key, shape, dtype, -shape[0] ** -0.5, shape[0] ** -0.5)
+
+
+class KDA(nn.Module):
+    """Token mixer with a recurrent state of fixed size."""
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
+                 cache: KDACache | None = None) -> tuple[Hidden, KDACache | None]:
+        """runs: document of each token, 0 = padding. Returns the output and, where one was given, the cache after x."""
+        config, kda = self.config, self.config.kda
+        batch, tokens, width = x.shape
+        heads = (batch, tokens, kda.num_heads, kda.head_dim)
+        q, k, v, conv = self._convolved(x, runs, cache)
+        g = linear(config, kda.num_heads * kda.head_dim, "f_b_proj")(linear(config, kda.head_dim, "f_a_proj")(x))
+        a_log = self.param("a_log", nn.initializers.zeros if kda.gate == "bounded" else init_a_log_softplus,
+                           (kda.num_heads,), jnp.float32)
+        dt_bias = self.param("dt_bias", init_dt_bias, (kda.num_heads, kda.head_dim), jnp.float32)
+        beta = linear(config, kda.num_heads, "b_proj")(x).astype(float_dtype(config))
+        keywords = dict(gate=kda.gate, a_log=a_log, dt_bias=dt_bias, lower_bound=kda.lower_bound if kda.gate == "bounded" else None,
+                        beta_logits=True, qk_l2norm=True, implementation=config.implementation)
+        q, k, v, g = (y.reshape(heads) for y in (q, k, v, g))
+        if cache is not None and tokens == 1 and runs is None:
+            o, state = pallas_kernels.kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **keywords)
+            o = o[:, None]
+        else:
+            o, state = pallas_kernels.kda(q, k, v, g, beta, initial_state=None if cache is None else cache.state, segment_ids=runs, **keywords)
+        y = self._gated_norm(o, x).reshape(batch, tokens, -1)
+        y = linear(config, width, "o_proj")(y)
+        return y, None if cache is None else KDACache(conv=conv, state=state.astype(cache.state.dtype))
+
+    def _convolved(self, x: Hidden, runs: Array | None, cache: KDACache | None) -> tuple[Array, Array, Array, Array | None]:
+        """q, k, v after convolution and SiLU, and the convolutions' history after x."""
+        config, kda = self.config, self.config.kda
+        features = kda.num_heads * kda.head_dim
+        histories = (None,) * 3 if cache is None else jnp.split(cache.conv, 3, axis=-1)
+        outputs, after = [], []
+        for name, history in zip("qkv", histories):
+            y = linear(config, features, f"{name}_proj")(x)
+            taps = self.param(f"{name}_conv", init_conv, (kda.conv_width, features), jnp.dtype(config.param_dtype))
+            outputs.append(jax.nn.silu(causal_conv(y, taps, runs, history)))
+            if cache is not None:
+                after.append(conv_history(y, kda.conv_width, runs, history))
+        return *outputs, jnp.concatenate(after, axis=-1) if after else None
+
+    def _gated_norm(self, o: Array, x: Hidden) -> Array:
+        """RMSNorm over a head's channels, then the sigmoid gate from the layer's input."""
+        config, kda = self.config, self.config.kda
+        features = kda.num_heads * kda.head_dim
+        if kda.output_gate == "full_rank":
+            gate = linear(config, features, "g_proj")(x)
+        else:
+            gate = linear(config, features, "g_b_proj")(linear(config, kda.head_dim, "g_a_proj")(x))
+        scale = self.param("o_norm", nn.initializers.ones, (kda.head_dim,), jnp.dtype(config.param_dtype))
+        gate = jax.nn.sigmoid(gate.astype(float_dtype(config))).reshape(o.shape)
+        return (rms_normalize(o, scale, config.norm_eps) * gate).astype(o.dtype)

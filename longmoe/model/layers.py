@@ -1,0 +1,120 @@
+"""Small parts shared by the layers: linear maps, RMSNorm, gated activations, the dense feed-forward, the short causal convolution."""
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from longmoe.configs import ModelConfig
+from longmoe.shapes import Array, Float, Hidden, Int
+
+
+def precision(config: ModelConfig) -> jax.lax.Precision:
+    """Matmul precision of the model's dtype: float32 means float32, also where a GPU would round to tf32."""
+    return jax.lax.Precision.DEFAULT if config.dtype == "bfloat16" else jax.lax.Precision.HIGHEST
+
+
+def linear(config: ModelConfig, features: int, name: str) -> nn.Dense:
+    """A linear layer without bias, normal initialisation, in the model's dtype."""
+    return nn.Dense(features, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, precision=precision(config),
+                    kernel_init=nn.initializers.normal(config.init_std), name=name)
+
+
+def float_dtype(config: ModelConfig) -> jnp.dtype:
+    """Dtype of gates, statistics, softmaxes and routing: float32, or float64 where the model runs in float64."""
+    return jnp.promote_types(config.dtype, jnp.float32)
+
+
+def rms_normalize(x: Array, scale: Array, eps: float) -> Array:
+    """x / rms(x) over the last axis with float32 statistics, rounded to x's dtype before the scale (as the released models do)."""
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return y.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis with a learned scale."""
+    config: ModelConfig
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.dtype(self.config.param_dtype))
+        return rms_normalize(x, scale, self.eps)
+
+
+def situ_glu(gate: Array, linear: Array, beta: float, linear_beta: float | None) -> Array:
+    """SiTU-GLU: beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(linear / linear_beta), inside in float32.
+
+    linear_beta None leaves the linear branch as it is. Same shape and dtype as `gate`. (Kimi K3 report, Stable LatentMoE.)
+    """
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    a, b = gate.astype(wide), linear.astype(wide)
+    bounded = b if linear_beta is None else linear_beta * jnp.tanh(b / linear_beta)
+    return (beta * jnp.tanh(a / beta) * jax.nn.sigmoid(a) * bounded).astype(gate.dtype)
+
+
+def swiglu(gate: Array, linear: Array) -> Array:
+    """silu(gate) * linear, inside in float32."""
+    wide = jnp.promote_types(gate.dtype, jnp.float32)
+    return (jax.nn.silu(gate.astype(wide)) * linear.astype(wide)).astype(gate.dtype)
+
+
+def gated_activation(config: ModelConfig, gate: Array, linear: Array) -> Array:
+    """The model's gated activation of two branches of one shape."""
+    if config.activation == "situ":
+        return situ_glu(gate, linear, config.situ_beta, config.situ_linear_beta)
+    return swiglu(gate, linear)
+
+
+class FeedForward(nn.Module):
+    """Gated feed-forward: down_proj(activation(gate_proj x, up_proj x))."""
+    config: ModelConfig
+    hidden_dim: int
+
+    @nn.compact
+    def __call__(self, x: Hidden) -> Hidden:
+        gate = linear(self.config, self.hidden_dim, "gate_proj")(x)
+        up = linear(self.config, self.hidden_dim, "up_proj")(x)
+        return linear(self.config, x.shape[-1], "down_proj")(gated_activation(self.config, gate, up))
+
+
+def causal_conv(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"] | None = None,
+                history: Float[Array, "B W-1 C"] | None = None) -> Float[Array, "B T C"]:
+    """Causal depthwise convolution; the last tap multiplies the current token.
+
+    runs: document of each token (`pallas_kernels.document_runs`), 0 = padding; a token sees its own document only and padding gives 0.
+    history: the document's inputs before x, for the first document of each row; None = zeros.
+    """
+    width, length = taps.shape[0], x.shape[1]
+    padded, padded_runs = _with_history(x, width, runs, history)
+    out = jnp.zeros_like(x)
+    for tap in range(width):
+        term = padded[:, tap:tap + length] * taps[tap].astype(x.dtype)
+        if padded_runs is not None and tap < width - 1:
+            term = jnp.where((padded_runs[:, tap:tap + length] == runs)[..., None], term, 0)
+        out = out + term
+    return out if runs is None else jnp.where((runs > 0)[..., None], out, 0)
+
+
+def conv_history(x: Float[Array, "B T C"], width: int, runs: Int[Array, "B T"] | None = None,
+                 history: Float[Array, "B W-1 C"] | None = None) -> Float[Array, "B W-1 C"]:
+    """The history that continues the document of each row's last non-padding token after x."""
+    padded, padded_runs = _with_history(x, width, runs, history)
+    if runs is None:
+        return padded[:, padded.shape[1] - (width - 1):]
+    positions = jnp.arange(1, x.shape[1] + 1)
+    last = jnp.max(jnp.where(runs > 0, positions, 0), axis=1)          # tokens up to and with the last valid one
+    index = last[:, None] + jnp.arange(width - 1)
+    run_at_end = jnp.take_along_axis(padded_runs, last[:, None] + width - 2, axis=1) if width > 1 else padded_runs[:, :0]
+    kept = jnp.take_along_axis(padded, index[..., None], axis=1)
+    return jnp.where((jnp.take_along_axis(padded_runs, index, axis=1) == run_at_end)[..., None], kept, 0)
+
+
+def _with_history(x: Array, width: int, runs: Array | None, history: Array | None) -> tuple[Array, Array | None]:
+    """x and runs with the width - 1 inputs before them; history counts as the first document (run 1), its absence as none (-1)."""
+    batch, _, channels = x.shape
+    before = jnp.zeros((batch, width - 1, channels), x.dtype) if history is None else history.astype(x.dtype)
+    padded = jnp.concatenate([before, x], axis=1)
+    if runs is None:
+        return padded, None
+    before_runs = jnp.full((batch, width - 1), -1 if history is None else 1, runs.dtype)
+    return padded, jnp.concatenate([before_runs, runs], axis=1)

@@ -1,0 +1,149 @@
+"""The language model: embedding, depth loop, head; its output, its variables and its caches."""
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from longmoe.configs import ModelConfig
+from longmoe.model.attn_residuals import DepthMix
+from longmoe.model.block import Depth, LayerAux, SuperBlock, mean_weights, remat_layer
+from longmoe.model.cache import init_layer_cache
+from longmoe.model.depth import Group, flat_plan, plan
+from longmoe.model.layers import RMSNorm, float_dtype, precision
+from longmoe.parallel.mesh import constrain
+from longmoe.shapes import Array, Float, Hidden, SegmentIds, Tokens
+from pallas_kernels import document_runs
+
+Variables = Mapping[str, Any]
+
+
+@struct.dataclass
+class ModelOutput:
+    """What the model returns."""
+    logits: Float[Array, "B T V"] | None
+    """float32; None with return_hidden."""
+    router_stats: Any
+    """Integer sums of each MoE layer, laid out like router_state: the leaf expert_bias there is a Statistics here."""
+    hidden: Hidden | None = None
+    """Normalised input of the head; with return_hidden."""
+    cache: Any = None
+    """The caches after these tokens; with cache."""
+    depth_weights: dict[str, Float[Array, "S"]] | None = None
+    """Site name -> mean weight of each depth source over valid tokens; with return_depth_weights."""
+
+
+class LongMoE(nn.Module):
+    """The text model as a pure function of its variables {"params", "router_state"}."""
+    model_config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens: Tokens, segment_ids: SegmentIds | None = None, *, cache: Any = None, return_hidden: bool = False,
+                 return_depth_weights: bool = False) -> ModelOutput:
+        """tokens int32 [B, T]; segment_ids int32 [B, T], 0 = padding, None = one document a row.
+
+        cache: from init_cache or an earlier call; every row is then one document and segment_ids only marks padding (as 0) behind its tokens.
+        """
+        config = self.model_config
+        _check_tokens(tokens, segment_ids)
+        runs = None if segment_ids is None else document_runs(segment_ids)
+        table = self.param("embedding", nn.initializers.normal(config.init_std), (config.vocab_size, config.width), jnp.dtype(config.param_dtype))
+        embedded = constrain(jnp.take(table, tokens, axis=0).astype(config.dtype))
+        depth = Depth(bank=(embedded,) if config.residual.kind == "full" else (), partial=None if config.residual.kind == "full" else embedded)
+        auxiliaries = {}
+        for block in plan(config):
+            if config.residual.kind == "block":
+                depth = Depth(bank=(*depth.bank, depth.partial), partial=None)
+            for group in block:
+                run = self._run_layer if group.repeats == 1 else self._run_scanned
+                depth, auxiliaries[group.name] = run(group, depth, runs, None if cache is None else cache[group.name], return_depth_weights)
+        h, output_weights = self._output(depth, runs)
+        hidden = RMSNorm(config, config.norm_eps, name="final_norm")(h)
+        head = self.param("lm_head", nn.initializers.normal(config.init_std), (config.width, config.vocab_size), jnp.dtype(config.param_dtype))
+        weights = _depth_weights(config, auxiliaries, output_weights) if return_depth_weights and config.residual.kind != "plain" else None
+        return ModelOutput(
+            logits=None if return_hidden else project(config, hidden, head), hidden=hidden if return_hidden else None,
+            router_stats=_router_stats(auxiliaries), depth_weights=weights,
+            cache=None if cache is None else {name: jax.tree.map(lambda aux: aux.cache, aux, is_leaf=_is_aux) for name, aux in auxiliaries.items()})
+
+    def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, weights: bool) -> tuple[Depth, LayerAux]:
+        mixer, is_dense = self._kind(group.start)
+        layer = remat_layer(self.model_config, in_scan=False)(self.model_config, mixer, is_dense, weights, name=group.name)
+        return layer(depth, None, runs, cache)
+
+    def _run_scanned(self, group: Group, depth: Depth, runs: Array | None, caches: Any, weights: bool) -> tuple[Depth, list[LayerAux]]:
+        kinds = tuple(self._kind(group.start + step) for step in range(group.period))
+        scanned = nn.scan(SuperBlock, variable_axes={"params": 0, "router_state": 0}, split_rngs={"params": True},
+                          in_axes=(0, 0, nn.broadcast, nn.broadcast), length=group.repeats)
+        opens = depth.partial is None
+        body = scanned(self.model_config, kinds, opens, weights, name=group.name)
+        partial = jnp.zeros_like(depth.bank[-1]) if opens else depth.partial
+        partial, auxiliaries = body(partial, jnp.arange(group.repeats) == 0, caches, depth.bank, runs)
+        return depth.replace(partial=partial), auxiliaries
+
+    def _kind(self, layer: int) -> tuple[str, bool]:
+        return self.model_config.mixers[layer], layer < self.model_config.dense_layers
+
+    def _output(self, depth: Depth, runs: Array | None) -> tuple[Hidden, Array | None]:
+        if self.model_config.residual.kind == "plain":
+            return depth.partial, None
+        sources = depth.bank if depth.partial is None else (*depth.bank, depth.partial)
+        h, weights = DepthMix(self.model_config, name="output_residual")(sources)
+        return h, mean_weights(weights, runs)
+
+
+def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:
+    """Logits in float32 from operands of the model's dtype."""
+    return jnp.matmul(hidden, head.astype(hidden.dtype), precision=precision(config), preferred_element_type=float_dtype(config))
+
+
+def init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
+    """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for."""
+    return jax.jit(LongMoE(model_config).init)(key, jnp.zeros((1, 8), jnp.int32))
+
+
+def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str, Any]:
+    """Empty caches of all layers for `batch` rows of at most `capacity` tokens, laid out by the depth plan."""
+    caches: dict[str, Any] = {}
+    for group in flat_plan(model_config):
+        steps = [init_layer_cache(model_config, model_config.mixers[group.start + step], batch, capacity) for step in range(group.period)]
+        caches[group.name] = steps[0] if group.repeats == 1 else [
+            jax.tree.map(lambda x: jnp.broadcast_to(x, (group.repeats, *x.shape)), step) for step in steps]  # noqa: B023
+    return caches
+
+
+def _check_tokens(tokens: Array, segment_ids: Array | None) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: got {tokens.dtype}{list(tokens.shape)}, wanted integers [B, T]")
+    if segment_ids is not None and segment_ids.shape != tokens.shape:
+        raise ValueError(f"segment_ids: got shape {list(segment_ids.shape)}, wanted that of tokens, {list(tokens.shape)}")
+
+
+def _is_aux(x: Any) -> bool:
+    return isinstance(x, LayerAux)
+
+
+def _router_stats(auxiliaries: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers' statistics under the paths of their biases in router_state."""
+    at = lambda stats: {"moe": {"router": {"expert_bias": stats}}}
+    result: dict[str, Any] = {}
+    for name, aux in auxiliaries.items():
+        if isinstance(aux, LayerAux):
+            if aux.router_stats is not None:
+                result[name] = at(aux.router_stats)
+        elif steps := {f"step_{i}": at(step.router_stats) for i, step in enumerate(aux) if step.router_stats is not None}:
+            result[name] = steps
+    return result
+
+
+def _depth_weights(config: ModelConfig, auxiliaries: Mapping[str, Any], output: Array) -> dict[str, Array]:
+    sites = {}
+    for group in flat_plan(config):
+        for layer, repeat, step in group.layers():
+            weights = auxiliaries[group.name].depth_weights if group.repeats == 1 else jax.tree.map(
+                lambda x, repeat=repeat: x[repeat], auxiliaries[group.name][step].depth_weights)
+            for site, value in weights.items():
+                sites[f"layer_{layer:02d}/{site}"] = value
+    return sites | {"output": output}

@@ -1,0 +1,115 @@
+"""Gated multi-head latent attention without positional encoding (k3_architecture: Gated MLA)."""
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from longmoe.configs import ModelConfig
+from longmoe.model.cache import MLACache, append_latents
+from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
+from longmoe.shapes import Array, Float, Hidden, Int
+
+QUERY_CHUNK = 1024
+"""Queries whose scores against all keys exist at one time."""
+
+
+def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], scale: float,
+                     runs: Int[Array, "B T"] | None = None, precision: jax.lax.Precision | None = None,
+                     query_chunk: int = QUERY_CHUNK) -> Float[Array, "B T H Dv"]:
+    """softmax(scale q k^T) v over earlier tokens of the same document; softmax and output in float32.
+
+    runs: document of each token, 0 = padding (output 0). Scores are held for `query_chunk` queries at a time, in both directions.
+    """
+    tokens = q.shape[1]
+    if tokens <= query_chunk:
+        return _attend(q, k, v, jnp.arange(tokens), runs, runs, scale, precision)
+    chunks = -(-tokens // query_chunk)
+    pad = chunks * query_chunk - tokens
+
+    def cut(x: Array) -> Array:                                        # [chunks, B, query_chunk, ...]
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, query_chunk, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def one(chunk: tuple[Array, Array, Array | None]) -> Array:
+        q_chunk, positions, query_runs = chunk
+        return _attend(q_chunk, k, v, positions, query_runs, runs, scale, precision)
+
+    positions = jnp.arange(chunks * query_chunk).reshape(chunks, query_chunk)
+    out = jax.lax.map(one, (cut(q), positions, None if runs is None else cut(runs)))
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :tokens]
+
+
+def _attend(q: Array, k: Array, v: Array, positions: Array, query_runs: Array | None, key_runs: Array | None, scale: float,
+            precision: jax.lax.Precision | None) -> Array:
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide, precision=precision) * scale
+    mask = (jnp.arange(k.shape[1]) <= positions[:, None])[None]
+    if query_runs is not None:
+        mask = mask & (query_runs[:, :, None] == key_runs[:, None, :]) & (key_runs > 0)[:, None, :]
+    weights = _masked_softmax(scores, mask[:, None])
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v, preferred_element_type=wide, precision=precision)
+
+
+def _masked_softmax(scores: Array, mask: Array) -> Array:
+    """Softmax over the last axis where mask holds; a row that nothing is open to gives zeros."""
+    scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
+    weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))), 0)
+    total = jnp.sum(weights, -1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+class MLA(nn.Module):
+    """Token mixer with full attention; its cache holds kv_lora_rank + rope_dim numbers a token."""
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
+                 cache: MLACache | None = None) -> tuple[Hidden, MLACache | None]:
+        """runs: document of each token, 0 = padding. With a cache every row is one document, so runs only tells padding.
+
+        Returns the output and, where one was given, the cache after x.
+        """
+        config, mla = self.config, self.config.mla
+        batch, tokens, width = x.shape
+        q = self._queries(x)
+        latent = linear(config, mla.kv_lora_rank + mla.rope_dim, "kv_a_proj")(x)
+        compressed = RMSNorm(config, config.latent_norm_eps, name="kv_a_norm")(latent[..., :mla.kv_lora_rank])
+        shared = latent[..., mla.kv_lora_rank:]
+        kv_b = self.param("kv_b_proj", nn.initializers.normal(config.init_std),
+                          (mla.kv_lora_rank, mla.num_heads, mla.nope_dim + mla.v_dim), jnp.dtype(config.param_dtype)).astype(x.dtype)
+        scale = (mla.nope_dim + mla.rope_dim) ** -0.5
+        if cache is None:
+            kv = jnp.einsum("btr,rhd->bthd", compressed, kv_b, precision=precision(config))
+            keys = jnp.concatenate([kv[..., :mla.nope_dim],
+                                    jnp.broadcast_to(shared[:, :, None], (batch, tokens, mla.num_heads, mla.rope_dim))], axis=-1)
+            o = causal_attention(q, keys, kv[..., mla.nope_dim:], scale, runs, precision(config))
+        else:
+            valid = None if runs is None else runs > 0
+            start = cache.length
+            cache = append_latents(cache, jnp.concatenate([compressed, shared], axis=-1), valid)
+            o = self._absorbed(q, kv_b, cache, start, valid, scale)
+        if mla.use_output_gate:
+            gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
+            o = o * jax.nn.sigmoid(gate).reshape(o.shape)
+        return linear(config, width, "o_proj")(o.astype(x.dtype).reshape(batch, tokens, -1)), cache
+
+    def _queries(self, x: Hidden) -> Array:
+        config, mla = self.config, self.config.mla
+        if mla.q_lora_rank is not None:
+            x = RMSNorm(config, config.latent_norm_eps, name="q_a_norm")(linear(config, mla.q_lora_rank, "q_a_proj")(x))
+        q = linear(config, mla.num_heads * (mla.nope_dim + mla.rope_dim), "q_b_proj")(x)
+        return q.reshape(*x.shape[:2], mla.num_heads, -1)
+
+    def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array | None, scale: float) -> Array:
+        """Attention on the latents themselves: keys' and values' expansions are folded into the query and the output."""
+        mla, high = self.config.mla, precision(self.config)
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        folded = jnp.einsum("bqhd,rhd->bqhr", q[..., :mla.nope_dim], kv_b[..., :mla.nope_dim], precision=high)
+        query = jnp.concatenate([folded, q[..., mla.nope_dim:]], axis=-1)
+        scores = jnp.einsum("bqhr,bsr->bhqs", query, cache.latent, preferred_element_type=wide, precision=high) * scale
+        counts = jnp.arange(1, q.shape[1] + 1)[None] if valid is None else jnp.cumsum(valid, axis=1)
+        seen = start[:, None] + counts                                  # tokens of the row up to and with each query
+        mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
+        weights = _masked_softmax(scores, mask[:, None]).astype(q.dtype)
+        mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
+        return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)

@@ -1,0 +1,49 @@
+"""The router: full-width sigmoid scores, selection by score plus a non-differentiable bias, combine weights from the bare scores."""
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.ad_checkpoint import checkpoint_name
+
+from longmoe.balancing import balancers
+from longmoe.configs import ModelConfig
+from longmoe.model.layers import float_dtype
+from longmoe.parallel.experts import sum_over_tokens
+from longmoe.shapes import Array, Float, Hidden, Int
+
+
+@struct.dataclass
+class Routing:
+    """Where each token goes."""
+    expert_ids: Int[Array, "B T K"]
+    """int32; num_experts for padding: no expert."""
+    combine_weights: Float[Array, "B T K"]
+    """float32; differentiable in the scores."""
+
+
+class Router(nn.Module):
+    """Chooses experts_per_token experts a token and counts what the balancer needs.
+
+    Reads `expert_bias` [E] from the collection router_state under stop_gradient, for selection only; never writes it.
+    """
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None) -> tuple[Routing, balancers.Statistics]:
+        config, moe = self.config, self.config.moe
+        dtype = float_dtype(config)
+        kernel = self.param("kernel", nn.initializers.normal(config.init_std), (x.shape[-1], moe.num_experts), jnp.dtype(config.param_dtype))
+        bias = jax.lax.stop_gradient(self.variable("router_state", "expert_bias", jnp.zeros, (moe.num_experts,), jnp.float32).value)
+        # A near tie that flips between the forward pass and its recomputation would send a token to another expert: full float32, and the ids are saved.
+        logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+        scores = jax.nn.sigmoid(logits)
+        valid = jnp.ones(x.shape[:2], bool) if runs is None else runs > 0
+        expert_ids, cutoff = balancers.select(scores, bias, moe.experts_per_token)
+        expert_ids = checkpoint_name(expert_ids, "router_ids")
+        chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        if moe.renormalize:
+            chosen = chosen / (jnp.sum(chosen, -1, keepdims=True) + 1e-20)
+        weights = jnp.where(valid[..., None], chosen * moe.routed_scale, 0)
+        counted = lambda scores, ids, cutoff, valid, bias: balancers.statistics(moe, scores, bias, ids, cutoff, valid)
+        stats = sum_over_tokens(counted, *map(jax.lax.stop_gradient, (scores, expert_ids, cutoff, valid)), shared=bias)
+        return Routing(jnp.where(valid[..., None], expert_ids, moe.num_experts), weights), stats

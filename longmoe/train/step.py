@@ -1,0 +1,115 @@
+"""The train step: one pure function of (state, batch)."""
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from longmoe.balancing import balancers
+from longmoe.balancing.metrics import max_violation
+from longmoe.configs import TrainConfig
+from longmoe.model.depth import split_layers
+from longmoe.model.lm import LongMoE
+from longmoe.parallel.mesh import BATCH_AXES, constrain
+from longmoe.shapes import Array
+from longmoe.train.losses import chunked_cross_entropy
+from longmoe.train.optim import learning_rate, make_optimizer
+from longmoe.train.state import TrainState, state_shardings
+
+Batch = Mapping[str, Array]
+Metrics = dict[str, Array]
+ROWS = PartitionSpec(BATCH_AXES, "context")
+KEYS = ("tokens", "targets", "loss_weights", "segment_ids")
+"""What a step reads of a batch; anything else (source ids) stays on the host."""
+
+
+def loss_and_stats(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> tuple[Array, tuple[Array, Any]]:
+    """Sums over a (micro-)batch: the objective, and (negative log-likelihood in nats, router statistics)."""
+    output = LongMoE(cfg.model).apply({"params": params, "router_state": router_state}, batch["tokens"], batch["segment_ids"], return_hidden=True)
+    objective, nll = chunked_cross_entropy(cfg.model, output.hidden, params["lm_head"], batch["targets"], batch["loss_weights"],
+                                           chunk=cfg.optim.loss_chunk, z_loss=cfg.optim.z_loss)
+    return objective, (nll, output.router_stats)
+
+
+def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> tuple[Any, Array, Any]:
+    """(float32 gradients of the mean objective, mean nll, router statistics) of the batch, in cfg.accumulation_steps micro-batches.
+
+    Every micro-batch is weighed by the whole batch's loss weights, so how the batch is cut changes no more than rounding.
+    """
+    total = jnp.sum(batch["loss_weights"].astype(jnp.float32))
+    scale = 1 / jnp.where(total > 0, total, 1)
+
+    def mean_objective(params: Any, part: Batch) -> tuple[Array, tuple[Array, Any]]:
+        objective, (nll, stats) = loss_and_stats(cfg, params, router_state, part)
+        return objective * scale, (nll * scale, stats)
+
+    def one(part: Batch) -> tuple[Any, Array, Any]:
+        (_, (nll, stats)), grads = jax.value_and_grad(mean_objective, has_aux=True)(params, part)
+        return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), nll, stats
+
+    if cfg.accumulation_steps == 1:
+        return one(batch)
+    # Row i goes to micro-batch i mod accumulation_steps: each device keeps its own rows.
+    cut = lambda x: constrain(jnp.moveaxis(x.reshape(-1, cfg.accumulation_steps, *x.shape[1:]), 1, 0), PartitionSpec(None, *ROWS))
+    parts = {name: cut(batch[name]) for name in KEYS}
+    shapes = jax.eval_shape(one, {name: x[0] for name, x in parts.items()})
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, _ = jax.lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zeros, parts)
+    return sums
+
+
+def apply_updates(cfg: TrainConfig, state: TrainState, grads: Any, stats: Any) -> tuple[TrainState, Metrics]:
+    """One optimizer step and one solve of the balancer; where the gradients are not finite, the state with its step counted up and nothing else changed."""
+    rate = learning_rate(cfg, state.step)
+    grad_norm = optax.global_norm(grads)
+    updates, opt_state = make_optimizer(cfg.optim).update(grads, state.opt_state, state.params)
+    updates = jax.tree.map(lambda u: -rate * u, updates)
+    params = jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), state.params, updates)
+    router_state = jax.tree.map(lambda bias, counts: balancers.update(cfg.model.moe, counts, bias), state.router_state, stats)
+    finite = jnp.isfinite(grad_norm)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    new = state.replace(step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state),
+                        router_state=keep(router_state, state.router_state))
+    metrics = dict(grad_norm=grad_norm, param_norm=optax.global_norm(new.params), learning_rate=rate,
+                   update_norm=jnp.where(finite, optax.global_norm(updates), 0), skipped=(~finite).astype(jnp.int32))
+    return new, metrics
+
+
+def _router_metrics(cfg: TrainConfig, stats: Any) -> Metrics:
+    layers = split_layers(cfg.model, stats)
+    loads = [layers[layer]["moe"]["router"]["expert_bias"].load for layer in sorted(layers)]
+    load = jnp.stack(loads) if loads else jnp.zeros((0, cfg.model.moe.num_experts), jnp.int32)
+    return dict(max_violation=max_violation(load), expert_load=load)
+
+
+def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """step(state, batch) -> (state, metrics): pure, jitted, donates the state.
+
+    batch: tokens, targets int32 [B, T], loss_weights float32 [B, T], segment_ids int32 [B, T]; B a multiple of cfg.accumulation_steps.
+    metrics: loss (nats a trained token), grad_norm, param_norm, update_norm, learning_rate, tokens (trained), skipped (0 or 1),
+    max_violation [MoE layers], expert_load int32 [MoE layers, E].
+    """
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        _check_batch(cfg, batch)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            batch = {name: constrain(batch[name], ROWS) for name in KEYS}
+            grads, nll, stats = accumulate(cfg, state.params, state.router_state, batch)
+            new, metrics = apply_updates(cfg, state, grads, stats)
+            metrics |= dict(loss=nll, tokens=jnp.sum(batch["loss_weights"] > 0), **_router_metrics(cfg, stats))
+        new = jax.lax.with_sharding_constraint(new, state_shardings(mesh, new))
+        return new, jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _check_batch(cfg: TrainConfig, batch: Batch) -> None:
+    missing = sorted(set(KEYS) - set(batch))
+    if missing:
+        raise ValueError(f"batch: got {sorted(batch)}, wanted also {missing}")
+    shapes = {name: tuple(batch[name].shape) for name in KEYS}
+    if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 2:
+        raise ValueError(f"batch: got shapes {shapes}, wanted one shape [B, T] for all")
+    if shapes["tokens"][0] % cfg.accumulation_steps:
+        raise ValueError(f"batch: got {shapes['tokens'][0]} rows, wanted a multiple of accumulation_steps={cfg.accumulation_steps}")
