@@ -1,0 +1,111 @@
+"""Static facts of KDA: what each implementation needs, argument checks, and the shapes that tests and benchmarks share."""
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda.gates import GATES, bound_of
+from pallas_kernels.kda.chunk import FACTORED_BOUND
+
+RESIDUALS = ("recompute", "save")
+
+
+class Shape(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    key: int
+    value: int
+
+
+SHAPES = {
+    "test": Shape(2, 130, 2, 16, 24),
+    "train_cpu": Shape(8, 256, 4, 32, 32),
+    "long_cpu": Shape(1, 2048, 4, 64, 64),
+    "k3_layer": Shape(1, 8192, 96, 128, 128),
+    "kimi_linear_layer": Shape(1, 8192, 32, 128, 128),
+}
+"""Named workloads. The last two are one layer of the released models at 8K tokens."""
+
+TEST_LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130, 257)
+PREFIXES = (1, 15, 16, 17, 63, 64, 65)
+
+KERNEL_WIDTHS = (64, 128)
+EXAMPLE = dict(gate="bounded", lower_bound=None, dtype=jnp.dtype("bfloat16"), key=128, value=128)
+
+
+def factored(gate: str, lower_bound: float | None) -> bool:
+    """Whether diagonal tiles may be dense products: a bound is promised, and its 16th power is a normal float32."""
+    bound = bound_of(gate, lower_bound)
+    return bound is not None and bound >= FACTORED_BOUND
+
+
+def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, key: int, value: int) -> list[str]:
+    unmet = ["kernel: this version has none for kda; use 'xla'"]
+    if not _has_hopper():
+        unmet.append(f"device: got {jax.default_backend()}, wanted a Hopper GPU (compute capability 9.0)")
+    bound = bound_of(gate, lower_bound)
+    if bound is None:
+        unmet.append(f"lower_bound: gate={gate!r} promises none, wanted one of at least {FACTORED_BOUND} (such as -5.0)")
+    elif bound < FACTORED_BOUND:
+        unmet.append(f"lower_bound: got {bound}, wanted at least {FACTORED_BOUND}")
+    if dtype != jnp.bfloat16:
+        unmet.append(f"dtype of q, k, v: got {jnp.dtype(dtype).name}, wanted bfloat16")
+    for name, width in (("Dk", key), ("Dv", value)):
+        if width not in KERNEL_WIDTHS:
+            nearest = min(KERNEL_WIDTHS, key=lambda w: abs(w - width))
+            unmet.append(f"{name}: got {width}, wanted one of {list(KERNEL_WIDTHS)}, nearest {nearest}")
+    return unmet
+
+
+def _has_hopper() -> bool:
+    return jax.default_backend() == "gpu" and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+
+
+def _nothing_unmet(**facts: Any) -> list[str]:
+    return []
+
+
+UNMET = dict(mosaic_gpu=_mosaic_gpu_unmet, xla=_nothing_unmet, reference=_nothing_unmet)
+
+
+def check_arrays(wanted: Mapping[str, tuple[Any, tuple[str, ...]]]) -> dict[str, int]:
+    """Checks ranks, shapes and floating dtypes of named arrays against named dimensions; None is passed over. -> size of each dimension.
+
+    A dimension's size is that of the first array that has it. ValueError names the argument, what it has and what was wanted.
+    """
+    sizes: dict[str, int] = {}
+    for name, (array, dimensions) in wanted.items():
+        if array is None:
+            continue
+        shape = jnp.shape(array)
+        layout = "[" + ", ".join(dimensions) + "]"
+        if len(shape) != len(dimensions):
+            raise ValueError(f"{name}: got shape {shape}, wanted {layout}, {len(dimensions)} dimensions")
+        for dimension, size in zip(dimensions, shape):
+            sizes.setdefault(dimension, size)
+        expected = tuple(sizes[dimension] for dimension in dimensions)
+        if shape != expected:
+            raise ValueError(f"{name}: got shape {shape}, wanted {layout} = {expected}")
+        kind = jnp.integer if name == "segment_ids" else jnp.floating
+        if not jnp.issubdtype(jnp.result_type(array), kind):
+            raise ValueError(f"{name}: got dtype {jnp.result_type(array)}, wanted {'an integer' if kind is jnp.integer else 'a floating'} type")
+    return sizes
+
+
+def check_gate(gate: str, a_log: Any, dt_bias: Any, lower_bound: float | None) -> None:
+    if gate not in GATES:
+        raise ValueError(f"gate: got {gate!r}, wanted one of {list(GATES)}")
+    if gate == "log_decay":
+        for name, value in (("a_log", a_log), ("dt_bias", dt_bias)):
+            if value is not None:
+                raise ValueError(f"{name}: got an array with gate='log_decay', which has no parameters; wanted None, or gate='bounded' or 'softplus'")
+    if lower_bound is None:
+        return
+    if gate == "softplus":
+        raise ValueError(f"lower_bound: got {lower_bound!r} with gate='softplus', which is unbounded; wanted None, or gate='bounded'")
+    if not isinstance(lower_bound, numbers.Real) or not lower_bound < 0 or not math.isfinite(lower_bound):
+        raise ValueError(f"lower_bound: got {lower_bound!r}, wanted a finite negative Python number or None")
