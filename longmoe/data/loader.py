@@ -29,7 +29,8 @@ def make_loader(data_config: "DataConfig", *, seed: int, split: str = "train", s
     the same config, seed and split it continues with the very next batch.
 
     split "train" never ends: text is shuffled anew each epoch by a permutation of (seed, epoch). "heldout" is one pass in
-    order (a task: 16 batches). data_config.path "" means the standard-library corpus in the user's cache folder. `vocab_size`, the model's, is checked when given.
+    order (a task: 16 batches). data_config.path "" means the standard-library corpus in the user's cache folder.
+    `vocab_size`, the model's, is checked when given.
 
     ValueError: a folder that is damaged, tokens that do not fit `vocab_size`, a state of other data, another seed or another split.
     """

@@ -1,0 +1,88 @@
+"""Fixtures, eight simulated CPU devices, and two rules that the suite holds itself to: no test leaves JAX's configuration
+changed, and no room takes longer than its budget."""
+
+import os
+
+# JAX reads both when it is first imported. A run on a GPU sets JAX_PLATFORMS itself.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
+
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import jax
+import pytest
+
+# Seconds on 2 idle cores, by room (the folder under tests/). "fast" is what `make test` runs, "slow" what `make check` adds.
+BUDGETS = {
+    "fast": {"pallas_kernels": 240, "model": 150, "train": 150, "inference": 90, "data": 30, "evaluation": 45, "balancing": 45, "oracle": 90},
+    "slow": {"pallas_kernels": 480, "model": 300, "train": 300},
+}
+DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
+TEST_MINUTES = 15
+
+_spent: dict[tuple[str, str], float] = defaultdict(float)
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def jax_config_stays():
+    before = dict(jax.config.values)
+    yield
+    after = dict(jax.config.values)
+    changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    for name, (value, _) in changed.items():
+        jax.config.update(name, value)
+    assert not changed, f"the test left jax.config changed (name: (before, after)): {changed}; use the setting's context manager"
+
+
+def _seconds() -> tuple[float, float]:
+    times = os.times()
+    return time.monotonic(), times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    wall, cpu = _seconds()
+    try:
+        return (yield)
+    finally:
+        wall_after, cpu_after = _seconds()
+        tier = "slow" if any(item.get_closest_marker(mark) for mark in ("slow", "h200", "gpu")) else "fast"
+        # CPU time caps wall time, so that other work on the machine does not fail the suite.
+        _spent[tier, _room(item)] += min(wall_after - wall, cpu_after - cpu)
+
+
+def _room(item) -> str:
+    parts = Path(item.path).relative_to(Path(__file__).parent).parts
+    return parts[0] if len(parts) > 1 else "top"
+
+
+def _over_budget() -> list[str]:
+    lines = [f"{room} ({tier}): {spent:.0f} s, budget {_budget(tier, room)} s"
+             for (tier, room), spent in sorted(_spent.items()) if spent > _budget(tier, room)]
+    total = sum(spent for (tier, _), spent in _spent.items() if tier == "fast")
+    return lines + [f"all fast tests: {total:.0f} s, budget {60 * TEST_MINUTES} s"] * (total > 60 * TEST_MINUTES)
+
+
+def _budget(tier: str, room: str) -> int:
+    return BUDGETS[tier].get(room, DEFAULT_BUDGETS[tier])
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if exitstatus == pytest.ExitCode.OK and _over_budget():
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("time by room")
+    for (tier, room), spent in sorted(_spent.items()):
+        terminalreporter.write_line(f"{room:20s} {tier:5s} {spent:6.1f} s of {_budget(tier, room)}")
+    for line in _over_budget():
+        terminalreporter.write_line(f"OVER BUDGET: {line}; make its tests cheaper, or mark the long ones slow", red=True)
