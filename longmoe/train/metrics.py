@@ -1,0 +1,117 @@
+"""What a run writes while it trains: metrics.jsonl, log.txt and the progress display."""
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LOAD_EVERY = 10
+"""Steps between lines that carry expert_load: it is [MoE layers, E] numbers, the others are scalars and one number a layer."""
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a logged step, in the order of the steps, flushed line by line.
+
+    Opened at `step` it drops lines of later steps, which a resumed run takes again.
+    """
+
+    def __init__(self, path: Path, step: int = 0):
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        line = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        if step % LOAD_EVERY and step != 1:
+            line.pop("expert_load", None)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; a last line that was cut off while it was written is left out. Missing file: none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    objects = []
+    for number, line in enumerate(lines, 1):
+        try:
+            objects.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}: line {number} is not JSON ({error}); the file was changed by something else than a run") from error
+    return objects
+
+
+def _plain(value: Any) -> Any:
+    """JSON without NaN or infinity, which JSON has no word for: they become strings."""
+    value = np.asarray(value)
+    if value.ndim:
+        return [_plain(x) for x in value]
+    number = value.item()
+    return number if not isinstance(number, float) or math.isfinite(number) else str(number)
+
+
+def open_log(path: Path) -> logging.Logger:
+    """Logger "longmoe", also writing to `path`; one file at a time."""
+    logger = logging.getLogger("longmoe")
+    logger.setLevel(logging.INFO)
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.FileHandler):
+            logger.removeHandler(handler)
+            handler.close()
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    logger.addHandler(handler)
+    return logger
+
+
+class ProgressDisplay:
+    """A live bar where there is a terminal or a notebook, otherwise a plain line now and then. Use as a context manager."""
+
+    PLAIN_SECONDS = 10.0
+
+    def __init__(self, name: str, total: int, start: int = 0):
+        self._name, self._total, self._start, self._step = name, total, start, start
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal or self._console.is_jupyter
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
+                   TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=self._console, disable=not self._live)
+        self._task = self._bar.add_task(name, total=total, completed=start, state="")
+        self._began = self._said = time.monotonic()
+
+    def __enter__(self) -> "ProgressDisplay":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.__exit__(kind, value, trace)
+
+    def say(self, text: str) -> None:
+        """A message that stays, such as "compiling"."""
+        if self._live:
+            self._bar.update(self._task, state=text)
+            self._bar.refresh()
+        else:
+            print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """After each step."""
+        self._step = step
+        state = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, state=state)
+        now = time.monotonic()
+        if not self._live and (now - self._said >= self.PLAIN_SECONDS or step == self._total):
+            remaining = (now - self._began) / max(1, step - self._start) * (self._total - step)
+            print(f"{self._name}: step {step}/{self._total}  {state}  eta {remaining:.0f} s", file=sys.stderr, flush=True)
+            self._said = now
