@@ -26,12 +26,16 @@ def bits_per_byte(total_nats: float, num_bytes: int) -> float:
     return float(total_nats / np.log(2.0) / num_bytes)
 
 
-def ngram_baselines(folder: TokenFolder) -> tuple[Baseline, Baseline]:
-    """(unigram, bigram). Every held-out token counts once, end-of-document tokens too; those also stand before a document."""
+def ngram_baselines(folder: TokenFolder, num_tokens: int | None = None) -> tuple[Baseline, Baseline]:
+    """(unigram, bigram) on the first `num_tokens` held-out tokens in order, None = all.
+
+    Every token counts once, end-of-document tokens too; those also stand before a document's first token.
+    """
     heldout = folder.heldout
+    num_bytes = int(folder.tokenizer.bytes_per_token()[np.asarray(heldout.tokens[:num_tokens])].sum(dtype=np.int64))
     unigram = unigram_nll(folder.train, folder.vocab_size)[_pairs(heldout)[1]]
     bigram = bigram_nll(folder.train, heldout, folder.vocab_size)
-    return _baseline("unigram", unigram, heldout), _baseline("bigram", bigram, heldout)
+    return _baseline("unigram", unigram[:num_tokens], num_bytes), _baseline("bigram", bigram[:num_tokens], num_bytes)
 
 
 def unigram_nll(train: Split, vocab_size: int) -> np.ndarray:
@@ -62,8 +66,8 @@ def bigram_nll(train: Split, heldout: Split, vocab_size: int) -> np.ndarray:
     return -np.log(np.where(total[a] > 0, p, back_off[b]))
 
 
-def _baseline(name: str, nll: np.ndarray, heldout: Split) -> Baseline:
-    return Baseline(name, float(nll.mean()), bits_per_byte(float(nll.sum()), heldout.num_bytes))
+def _baseline(name: str, nll: np.ndarray, num_bytes: int) -> Baseline:
+    return Baseline(name, float(nll.mean()), bits_per_byte(float(nll.sum()), num_bytes))
 
 
 def _pairs(split: Split) -> tuple[np.ndarray, np.ndarray]:

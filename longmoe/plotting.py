@@ -1,0 +1,129 @@
+"""Functions that return matplotlib figures. They never show, save or touch pyplot, so they work without a display.
+
+Colours are Okabe and Ito's (distinct for colour-blind readers); maps run from light to dark and survive a grey print.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+_MAP = "cividis"
+_WIDTH = 6.4
+
+
+def png(figure: Figure, dpi: int = 120) -> bytes:
+    """The figure as a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi)
+    return buffer.getvalue()
+
+
+def loss_curve(steps: Sequence[int], losses: Sequence[float], levels: Mapping[str, float] | None = None, *, window: int = 20) -> Figure:
+    """Training loss (nats a token) over steps, thin as logged and thick as a mean over `window` steps, with named horizontal lines."""
+    figure, axes = _axes()
+    losses = np.asarray(losses, float)
+    axes.plot(steps, losses, color=PALETTE[0], alpha=0.3, linewidth=0.8)
+    axes.plot(steps, _running_mean(losses, window), color=PALETTE[0], label=f"training loss (mean of {window} steps)")
+    for (name, value), color in zip((levels or {}).items(), PALETTE[1:]):
+        axes.axhline(value, color=color, linestyle="--", label=f"{name} ({value:.2f})")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend()
+    return figure
+
+
+def max_violation(steps: Sequence[int], values: np.ndarray) -> Figure:
+    """values [steps, MoE layers]: load of the busiest expert over the mean load, minus 1, for each MoE layer."""
+    figure, axes = _axes()
+    for layer, (series, color) in enumerate(zip(np.asarray(values, float).T, PALETTE * 8)):
+        axes.plot(steps, _running_mean(series, 10), color=color, label=f"MoE layer {layer}")
+    axes.set(xlabel="step", ylabel="MaxVio (busiest / mean - 1), mean of 10 steps", ylim=(0, None))
+    axes.legend(ncols=2)
+    return figure
+
+
+def expert_load(steps: Sequence[int], loads: np.ndarray) -> Figure:
+    """loads [steps, MoE layers, E] counts -> one heat map a layer: load over the layer's mean, experts against steps."""
+    loads = np.asarray(loads, float)
+    share = loads / np.maximum(loads.mean(axis=-1, keepdims=True), 1e-9)
+    layers = share.shape[1]
+    figure = Figure(figsize=(_WIDTH, 0.6 + 1.3 * layers), layout="constrained")
+    rows = figure.subplots(layers, 1, sharex=True, squeeze=False)[:, 0]
+    for layer, axes in enumerate(rows):
+        image = axes.imshow(share[:, layer].T, aspect="auto", cmap=_MAP, vmin=0, vmax=2, interpolation="nearest",
+                            extent=(steps[0], max(steps[-1], steps[0] + 1), share.shape[2] - 0.5, -0.5))
+        axes.set(ylabel=f"MoE layer {layer}\nexpert")
+    rows[-1].set(xlabel="step")
+    figure.colorbar(image, ax=list(rows), label="load / mean load (1 is balanced)")
+    return figure
+
+
+def depth_weights(weights: Mapping[str, np.ndarray]) -> Figure:
+    """weights: site name -> [sources] that sum to 1 -> heat map of sites against depth sources; a site sees only what lies before it."""
+    sources = max(len(w) for w in weights.values())
+    table = np.full((len(weights), sources), np.nan)
+    for row, values in zip(table, weights.values()):
+        row[:len(values)] = values
+    figure = Figure(figsize=(_WIDTH, 1.2 + 0.32 * len(weights)), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", cmap=_MAP, vmin=0, vmax=1)
+    for (row, column), value in np.ndenumerate(table):
+        if np.isfinite(value):
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="black" if value > 0.5 else "white")
+    axes.set(xlabel="depth source (0 is the embedding)", xticks=range(sources), yticks=range(len(weights)))
+    axes.set_yticklabels(list(weights), fontsize=8)
+    axes.grid(False)
+    figure.colorbar(image, ax=axes, label="mean weight over tokens")
+    return figure
+
+
+def loss_by_position(edges: Sequence[int], series: Mapping[str, Sequence[float]]) -> Figure:
+    """edges [bins + 1] token positions, series name -> [bins] mean loss: a step line for each series on a logarithmic position axis."""
+    figure, axes = _axes()
+    for (name, values), color in zip(series.items(), PALETTE):
+        axes.stairs(values, np.maximum(edges, 0.5), baseline=None, color=color, linewidth=2, label=name)
+    axes.set(xlabel="tokens of context before the predicted one", ylabel="loss (nats per token)", xscale="log")
+    axes.legend()
+    return figure
+
+
+def recall_accuracy(steps: Sequence[int], losses: Sequence[float], accuracy: float, chance: float) -> Figure:
+    """Left: training loss of the recall task over steps. Right: accuracy on new rows beside chance."""
+    figure = Figure(figsize=(_WIDTH, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    left.plot(steps, losses, color=PALETTE[0])
+    left.axhline(-np.log(chance), color=PALETTE[1], linestyle="--", label=f"guessing among the row's values ({-np.log(chance):.2f})")
+    left.set(xlabel="step", ylabel="loss (nats per answer)", ylim=(0, None))
+    left.legend(fontsize=8)
+    bars = right.bar(["model", "chance"], [accuracy, chance], color=PALETTE[:2])
+    right.bar_label(bars, fmt="{:.1%}")
+    right.set(ylabel="accuracy", ylim=(0, 1.1))
+    for axes in (left, right):
+        _tidy(axes)
+    return figure
+
+
+def _axes() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(_WIDTH, 3.6), layout="constrained")
+    axes = figure.subplots()
+    _tidy(axes)
+    return figure, axes
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values, of fewer at the start; values that are not finite are left out."""
+    finite = np.isfinite(values)
+    total, count = np.cumsum(np.where(finite, values, 0)), np.cumsum(finite)
+    before = np.maximum(np.arange(len(values)) - window, -1)
+    earlier = before >= 0
+    total = total - np.where(earlier, total[before], 0)
+    count = count - np.where(earlier, count[before], 0)
+    return total / np.maximum(count, 1)
