@@ -5,9 +5,10 @@ decays meet at an anchor between j and i. One anchor cannot serve the whole chun
 j differ: at level s (32, 16, 8, ..., 1) the pair lies in one block of 2s tokens, j in its left half and i in its right half, and the anchor is the
 middle. There rho_i = exp(sum from the middle to i) and kappa_j = exp(sum after j to the middle), both at most 1, whatever the gates are.
 
-With a promised bound the levels below 16 become one dense product per 16-token tile, anchored just before the tile: rho in [exp(16 lb), 1] and
-kappa its reciprocal, both normal float32 numbers down to lb = -5.46. Every anchor is at or before the rows it serves, so that nothing later than
-a row touches it. Tokens later than a row meet it only through exact zeros.
+With a promised bound the levels below 16 become one dense product per 16-token tile, anchored just before the tile: rho spans [exp(16 lb), 1]
+and kappa is its reciprocal. A constant power of two between them keeps both within exp(+-40) at lb = -5: without it, small components of a
+decayed row would be flushed to zero. The anchor comes before every row that it serves and the constant is one, so that nothing later than a row
+touches it; later tokens meet it only through exact zeros.
 
 Decays are products of exp(g) rather than exp of differences of long sums: each factor then has a relative error of a few units in the last
 place, where a difference of two sums near -80 would have 5e-6.
@@ -23,6 +24,9 @@ CHUNK = 64
 TILE = 16
 FACTORED_BOUND = -5.46
 """Lowest bound for which exp(16 * bound) is a normal float32: below it, tiles are exact."""
+
+
+BALANCE = 2.0 ** 57
 
 
 class Term(NamedTuple):
@@ -74,7 +78,7 @@ def decays(g: Float[Array, "*b C K"], factored: bool) -> Decays:
     end = jnp.ones_like(start)
     while size < CHUNK:
         if size == TILE and factored:
-            terms = [Term(start, 1 / start, TILES)]
+            terms = [Term(start * BALANCE, 1 / (start * BALANCE), TILES)]
         terms.append(Term(start, end, LEVELS[size]))
         start, end = _merge(start, end, size)
         size *= 2

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda.gates import GATES, bound_of
 from pallas_kernels.kda.chunk import FACTORED_BOUND
+from pallas_kernels.kda.gates import GATES, bound_of
 
 RESIDUALS = ("recompute", "save")
 

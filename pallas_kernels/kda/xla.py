@@ -12,8 +12,9 @@ Backward, with dD = P^T dO + (k e^(G_C - G)) dS' and E = T^T dD:
     W = [dO; -E]               d[P; A] = W D^T: no gradient of T is ever formed, since dA = -T^T dT T^T = -E D^T
     dS = X_G^T W + e^(G_C) dS',  dX_G = W S^T,  d(k e^(G_C - G)) = D dS'^T,  dV = beta E
 
-The gradient of the log decays is a reverse running sum of X dX - k dk. The terms of that difference that cancel exactly (a token against itself,
-in P's diagonal and in the last row of k e^(G_C - G)) are left out of it: in float32 with all gates at -5 they cost a factor of 500 in accuracy.
+The gradient of the log decays sums, at token t, every product whose decay spans t: reads and writes of the state from X dX at and after t,
+k dk of the outgoing state before t, and scores across t as the sum from t on of X dX - k dk. Terms that would cancel exactly, a token against
+itself, are in none of the sums: in float32 with all gates at -5 they cost a factor of hundreds in accuracy.
 """
 from collections.abc import Callable
 from functools import partial
@@ -148,19 +149,17 @@ def _backward_group(plan: Plan, x: Tokens, saved, do: Array, dstate: Array):
         return ds + carry[..., None] * dstate - dot("zik,ziv->zkv", reads, e), (dstate, e)
 
     before, (dstates, e) = jax.lax.scan(chunk, dstate, (dd, ds, t, writes, reads[..., 1, :, :], c.carry), reverse=True)
-    dx, dx_self, dk, dk_decay = _row_gradients(c, k, states, dstates, d, do, e, dot)
-    dg = jnp.sum(c.x * dx, axis=-3) - k * dk_decay
-    kept = c.to_state.at[..., -1, :].set(0)
-    through = c.carry * jnp.sum(states * dstates, axis=-1) + jnp.sum(k * kept * dot("nzjv,nzkv->nzjk", d, dstates), axis=-2)
-    dg = _reverse_sum(dg) + through[..., None, :]
+    dx, dx_self, dk, dk_state = _row_gradients(c, k, states, dstates, d, do, e, dot)
+    through = c.carry * jnp.sum(states * dstates, axis=-1)
+    dg = _sum_from(jnp.sum(c.x * dx, axis=-3) - k * dk) + _sum_before(k * dk_state) + through[..., None, :]
     dq = plan.scale * (dx[..., 0, :, :] + dx_self * k)
-    dk = dk + dx_self * c.x[..., 0, :, :] + beta * dx[..., 1, :, :]
+    dk = dk + dk_state + dx_self * c.x[..., 0, :, :] + beta * dx[..., 1, :, :]
     dbeta = jnp.sum(dx[..., 1, :, :] * k, axis=-1) + jnp.sum(e * v, axis=-1)
     return before, (dq, dk, beta * e, dg, dbeta)
 
 
 def _row_gradients(c, k, states, dstates, d, do, e, dot):
-    """-> d x without P's diagonal, that diagonal's gradient [n, Z, C, 1], d k as a column, the same without the terms that cancel in d g."""
+    """-> d x without P's diagonal, that diagonal's gradient [n, Z, C, 1], d k as a column of the scores, d k from the outgoing state."""
     w = jnp.stack([do, -e], axis=-3)
     dscores = dot("...icv,...jv->...icj", w, d)
     keep = STRICT if c.same is None else STRICT & c.same[..., None, :, :]
@@ -173,12 +172,17 @@ def _row_gradients(c, k, states, dstates, d, do, e, dot):
         dx = dx + rho[..., None, :, :] * dot("...icj,...jk->...ick", part, k * kappa)
         dk = dk + kappa * dot("...icj,...ick->...jk", part, c.x * rho[..., None, :, :])
     dx_self = jnp.sum(do * d, axis=-1, keepdims=True)
-    return dx, dx_self, dk + dk_state, dk + dk_state.at[..., -1, :].set(0)
+    return dx, dx_self, dk, dk_state
 
 
-def _reverse_sum(x):
-    """Running sum from the last row of the chunk back."""
-    return jnp.flip(jnp.cumsum(jnp.flip(x, -2), axis=-2), -2)
+def _sum_from(x):
+    """Row t: the sum of rows t, t + 1, ... of the chunk."""
+    return jax.lax.cumsum(x, axis=x.ndim - 2, reverse=True)
+
+
+def _sum_before(x):
+    """Row t: the sum of rows 0, ..., t - 1 of the chunk."""
+    return jnp.pad(jax.lax.cumsum(x, axis=x.ndim - 2)[..., :-1, :], ((0, 0),) * (x.ndim - 2) + ((1, 0), (0, 0)))
 
 
 # ---------------------------------------------------------------- sequences of groups
