@@ -11,7 +11,7 @@ from longmoe.data.tokenizer import Tokenizer
 
 
 def test_stdlib_has_no_tests_and_no_installed_packages():
-    names = [name for name, _ in stdlib_documents]
+    names = [name for name, _ in stdlib_documents()]
     assert names == sorted(names) and len(names) > 300 and "argparse.py" in names
     unwanted = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings"}
     assert not [n for n in names if unwanted & set(n.split("/")[:-1])]
