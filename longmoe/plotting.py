@@ -40,7 +40,7 @@ def max_violation(steps: Sequence[int], values: np.ndarray) -> Figure:
     figure, axes = _axes()
     for layer, (series, color) in enumerate(zip(np.asarray(values, float).T, PALETTE * 8)):
         axes.plot(steps, _running_mean(series, 10), color=color, label=f"MoE layer {layer}")
-    axes.set(xlabel="step", ylabel="MaxVio (busiest / mean - 1), mean of 10 steps", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="MaxVio (mean of 10 steps)", ylim=(0, None))
     axes.legend(ncols=2)
     return figure
 

@@ -17,7 +17,7 @@ import pytest
 
 # Seconds on 2 idle cores, by room (the folder under tests/). "fast" is what `make test` runs, "slow" what `make check` adds.
 BUDGETS = {
-    "fast": {"pallas_kernels": 240, "model": 150, "train": 150, "inference": 90, "data": 30, "evaluation": 45, "balancing": 45, "oracle": 90},
+    "fast": {"pallas_kernels": 240, "model": 150, "train": 150, "inference": 90, "data": 30, "evaluation": 90, "balancing": 45, "oracle": 90},
     "slow": {"pallas_kernels": 480, "model": 300, "train": 300},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
