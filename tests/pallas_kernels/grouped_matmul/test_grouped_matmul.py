@@ -121,6 +121,11 @@ def test_schedule_covers_each_live_row_once(sizes, tile):
     assert covered == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))
 
 
+@pytest.mark.parametrize("rows,groups,cpu,gpu", [(0, 4, 0, 0), (5, 3, 5, 5), (800, 16, 64, 128), (8192, 16, 128, 512), (262144, 64, 128, 2048)])
+def test_tile_follows_the_average_group(rows, groups, cpu, gpu):
+    assert (specs.tile_rows(rows, groups, "cpu"), specs.tile_rows(rows, groups, "gpu")) == (cpu, gpu)
+
+
 def test_sizes_beyond_the_rows_are_cut_off():
     lhs, rhs = jnp.ones((10, 4)), jnp.ones((2, 4, 3))
     np.testing.assert_array_equal(grouped_matmul(lhs, rhs, jnp.array([7, 2**30], jnp.int32), implementation="xla"), 4 * np.ones((10, 3)))
@@ -145,7 +150,7 @@ def test_vmap_is_a_loop_over_the_batch(axes):
     got = jax.vmap(one, in_axes=axes)(*args)
     for i in range(3):
         want = one(*(x[i] if axis == 0 else x for x, axis in zip(args, axes)))
-        jax.tree.map(lambda g, w: np.testing.assert_allclose(g[i], w, atol=1e-5), got, want)
+        jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5), [g[i] for g in got], list(want))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
