@@ -10,6 +10,12 @@ b_j is the (k / E)-quantile of r_:j over the valid tokens. Quantiles do not add 
 their distance from the present bias: 4e-5 at the centre, 7 % of the distance further out. A bias that is about right is told apart from
 its neighbours finely, one that is off by 1 lands within a few percent, and each further solve gains a factor of ten or more.
 
+The rule corrects a crowded expert at once, a starved one only up to a point: tokens for which it came (k+1)-th have r_ij = b_j exactly,
+so once those tokens would fill its share the bias stays. Exact quantiles behave alike; MaxVio sees crowded experts only.
+
+Cost on an H200 at N = 32768, E = 896, k = 16: 1.4 ms for `select` (a router's top-k that the layer needs anyhow), 0.5 ms for the statistics
+(N * E atomic additions into 0.9 MB), 0.1 ms for `solve`. On two CPU cores at N = 2048, E = 32: 1.5, 1 and 0.2 ms.
+
 Selection only: nothing here carries a gradient, and combine weights must come from the scores without the bias.
 """
 import math
@@ -72,8 +78,8 @@ def statistics_from_selection(scores: Float[Array, "N E"], bias: Float[Array, " 
                               valid: Bool[Array, " N"] | None = None) -> Statistics:
     """Statistics of a selection that `select` made from the same scores and bias.
 
-    Equal to the integer under any split of the tokens and on any device: a bin is decided by comparing float32 numbers with a constant
-    table.
+    Sums of parts equal the whole exactly, however the tokens are split and on whatever device: a bin is decided by comparing float32
+    numbers with a constant table.
 
     Args:
       valid: bool [N], False for padding; None: all valid.
