@@ -1,4 +1,9 @@
 """Measures for checking an operator against a reference: used by the tests and the benchmarks of every operator."""
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -14,3 +19,21 @@ def rms_ratio(got, want) -> float:
         return 0.0
     error, size = (float(np.sqrt(np.mean(np.square(x)))) for x in (got - want, want))
     return error / size if size else error
+
+
+def outputs_and_gradients(function: Callable, arguments: Mapping[str, Any], cotangents: Any, dtype: Any = jnp.float32) -> tuple[Any, dict[str, Any]]:
+    """function(**arguments) and the gradient of sum(outputs * cotangents) for every floating argument, jitted, floats cast to `dtype`.
+
+    float64 runs in its own x64 context, so that the process stays in float32. Returns numpy arrays.
+    """
+    with jax.enable_x64(dtype == jnp.float64):
+        cast = lambda x: jnp.asarray(x, dtype) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating) else jnp.asarray(x)
+        arguments = {name: cast(x) for name, x in arguments.items()}
+        fixed = {name: x for name, x in arguments.items() if not jnp.issubdtype(x.dtype, jnp.floating)}
+
+        @jax.jit
+        def run(floats, fixed, cotangents):
+            outputs, pull = jax.vjp(lambda floats: function(**floats, **fixed), floats)
+            return outputs, pull(jax.tree.map(lambda c, o: jnp.asarray(c, o.dtype), cotangents, outputs))[0]
+
+        return jax.tree.map(np.asarray, run({n: x for n, x in arguments.items() if n not in fixed}, fixed, cotangents))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.kda.chunk import FACTORED_BOUND
 from pallas_kernels.kda.gates import GATES, bound_of
@@ -109,3 +110,38 @@ def check_gate(gate: str, a_log: Any, dt_bias: Any, lower_bound: float | None) -
         raise ValueError(f"lower_bound: got {lower_bound!r} with gate='softplus', which is unbounded; wanted None, or gate='bounded'")
     if not isinstance(lower_bound, numbers.Real) or not lower_bound < 0 or not math.isfinite(lower_bound):
         raise ValueError(f"lower_bound: got {lower_bound!r}, wanted a finite negative Python number or None")
+
+
+BOUNDED_GATES = ("random", "strong", "zero", "zero_first", "strong_first", "strong_then_weak", "beta_0_or_1")
+"""Log decays in [-5, 0]: random; all -5; all 0; alternating 0, -5 and -5, 0; 32 tokens near -5 then 32 near 0; random with beta 0 or 1."""
+UNBOUNDED_GATES = ("deep", "pinned")
+"""Log decays without a bound: between 0 and -40 with most of them weak; every fourth token at -40."""
+
+
+def gate_case(name: str, tokens: int, heads: int, key: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """-> log decays [T, H, Dk] and beta [T, H], float32, for a name of BOUNDED_GATES or UNBOUNDED_GATES."""
+    draw = np.random.default_rng(seed)
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    shape, t = (tokens, heads, key), np.arange(tokens)[:, None, None]
+    random = -5 * sigmoid(draw.normal(size=shape))
+    beta = sigmoid(draw.normal(size=shape[:2]))
+    g = dict(random=lambda: random, strong=lambda: np.full(shape, -5.0), zero=lambda: np.zeros(shape),
+             zero_first=lambda: np.where(t % 2 == 0, 0.0, -5.0), strong_first=lambda: np.where(t % 2 == 0, -5.0, 0.0),
+             strong_then_weak=lambda: np.where(t % 64 < 32, -4.9, -0.02) + 0.02 * random, beta_0_or_1=lambda: random,
+             deep=lambda: -40 * draw.uniform(size=shape) ** 4, pinned=lambda: np.where(t % 4 == 3, -40.0, random))[name]()
+    if name == "beta_0_or_1":
+        beta = np.round(beta)
+    return np.broadcast_to(g, shape).astype(np.float32), beta.astype(np.float32)
+
+
+def inputs(shape: Shape, gate: str | tuple[str, ...] = "random", seed: int = 0) -> dict[str, np.ndarray]:
+    """Float32 arguments q, k, v, g, beta, initial_state of `kda`: unit q and k, log decays by `gate_case`, one name for each row if a tuple."""
+    draw = np.random.default_rng(seed)
+    batch, tokens, heads, key, value = shape
+    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+    names = (gate,) * batch if isinstance(gate, str) else gate
+    rows = [gate_case(name, tokens, heads, key, seed + i) for i, name in enumerate(names)]
+    arrays = dict(q=unit(draw.normal(size=(batch, tokens, heads, key))), k=unit(draw.normal(size=(batch, tokens, heads, key))),
+                  v=draw.normal(size=(batch, tokens, heads, value)), g=np.stack([g for g, _ in rows]), beta=np.stack([b for _, b in rows]),
+                  initial_state=draw.normal(size=(batch, heads, key, value)))
+    return {name: x.astype(np.float32) for name, x in arrays.items()}

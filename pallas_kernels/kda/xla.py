@@ -23,11 +23,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.kda.chunk import CHUNK, STRICT, Decays, decays, inverse
+from pallas_kernels.kda.chunk import CHUNK, HALF, Decays, assemble, decays, inverse, sums_before, sums_from
 
 HIGHEST = jax.lax.Precision.HIGHEST
+_STRICT = ~np.eye(HALF, dtype=bool)
 
 
 class Plan(NamedTuple):
@@ -42,34 +43,32 @@ class Plan(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A group of n chunks of Z = B * H sequences. `run` is the owner of the state after each token, `run_in` the one before the chunk."""
-    q: Float[Array, "n Z C K"]
-    k: Float[Array, "n Z C K"]
-    v: Float[Array, "n Z C V"]
-    g: Float[Array, "n Z C K"]
-    beta: Float[Array, "n Z C"]
-    run: Int[Array, "n Z C"] | None
+    """A group of n chunks of Z = B * H sequences, in halves of L = 32 tokens. `run` owns the state after each token, `run_in` before the chunk."""
+    q: Float[Array, "n Z 2 L K"]
+    k: Float[Array, "n Z 2 L K"]
+    v: Float[Array, "n Z 2 L V"]
+    g: Float[Array, "n Z 2 L K"]
+    beta: Float[Array, "n Z 2 L"]
+    run: Int[Array, "n Z 2 L"] | None
     run_in: Int[Array, "n Z"] | None
 
 
 class Chunks(NamedTuple):
     """What both passes need of a group."""
     decay: Decays
-    x: Float[Array, "n Z 2 C K"]
-    from_state: Float[Array, "n Z C K"]
+    x: Float[Array, "n Z 2 2 L K"]
+    """Rows: half, then read or write, then token."""
+    k: Float[Array, "n Z 2 L K"]
+    from_state: Float[Array, "n Z 2 L K"]
     """Decay of the incoming state up to token i; 0 where the token belongs to another document."""
-    to_state: Float[Array, "n Z C K"]
+    to_state: Float[Array, "n Z 2 L K"]
     """Decay of token j's write up to the chunk's end; 0 where the chunk ends in another document."""
     carry: Float[Array, "n Z K"]
     """Decay of the state over the chunk; 0 where its document ends inside."""
-    same: Array | None
-    """bool [n, Z, C, C]: both tokens in one document."""
-
-
-def forward(plan: Plan, q, k, v, g, beta, state, owner):
-    """-> o [B, T, H, Dv], final state, residuals. See `kda` for the arrays; `owner` is documents.state_owner."""
-    o, state, saved = _scan_groups(plan, q, k, v, g, beta, owner, state, _forward_group)
-    return o, state, saved
+    same: Bool[Array, "n Z 2 1 L L"] | None
+    """Both tokens of one half in one document."""
+    same_corner: Bool[Array, "n Z 1 L L"] | None
+    """Token i of the second half and j of the first in one document."""
 
 
 def _dot(spec: str, a: Array, b: Array, dtype, out) -> Array:
@@ -77,50 +76,68 @@ def _dot(spec: str, a: Array, b: Array, dtype, out) -> Array:
     return jnp.einsum(spec, a.astype(dtype), b.astype(dtype), precision=HIGHEST, preferred_element_type=out)
 
 
-def prepare(plan: Plan, x: Tokens) -> Chunks:
+def _whole(x: Array) -> Array:
+    """[n, Z, 2, L, D] -> [n, Z, C, D]."""
+    return x.reshape(*x.shape[:2], CHUNK, x.shape[-1])
+
+
+def _halves(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], 2, HALF, x.shape[-1])
+
+
+def _times(x: Array, factor: Array | None) -> Array:
+    return x if factor is None else x * factor
+
+
+def _prepare(plan: Plan, x: Tokens) -> Chunks:
     acc = x.g.dtype
     decay = decays(x.g, plan.factored)
-    rows = jnp.stack([plan.scale * x.q.astype(acc), x.beta[..., None] * x.k.astype(acc)], axis=-3)
+    k = x.k.astype(acc)
+    rows = jnp.stack([plan.scale * x.q.astype(acc), x.beta[..., None] * k], axis=3)
     if x.run is None:
-        return Chunks(decay, rows, decay.start, decay.end, decay.total, None)
-    last = x.run[..., -1:]
-    return Chunks(decay, rows, jnp.where((x.run == x.run_in[..., None])[..., None], decay.start, 0),
-                  jnp.where((x.run == last)[..., None], decay.end, 0), jnp.where(last == x.run_in[..., None], decay.total, 0),
-                  x.run[..., :, None] == x.run[..., None, :])
+        return Chunks(decay, rows, k, decay.start, decay.end, decay.total, None, None)
+    last, before = x.run[:, :, -1, -1], x.run_in
+    spread = lambda run: run[:, :, None, None]
+    return Chunks(decay, rows, k, jnp.where((x.run == spread(before))[..., None], decay.start, 0),
+                  jnp.where((x.run == spread(last))[..., None], decay.end, 0), jnp.where((last == before)[..., None], decay.total, 0),
+                  (x.run[..., :, None] == x.run[..., None, :])[:, :, :, None],
+                  (x.run[:, :, 1, :, None] == x.run[:, :, 0, None, :])[:, :, None])
 
 
-def scores(c: Chunks, k: Array, op) -> tuple[Array, Array]:
-    """-> P [n, Z, C, C] with its diagonal, A strictly lower."""
-    total = 0
+def _where(same: Array | None, x: Array) -> Array:
+    return x if same is None else jnp.where(same, x, 0)
+
+
+def _scores(c: Chunks, dot: Callable) -> tuple[Array, Array, Array, Array]:
+    """-> P, A inside the halves [n, Z, 2, L, L]; P, A of the second half's rows on the first half's tokens [n, Z, L, L]."""
+    inside = 0
     for rho, kappa, mask in c.decay.terms:
-        part = _dot("...ick,...jk->...icj", c.x * rho[..., None, :, :], k * kappa, op, rho.dtype)
-        total = total + jnp.where(mask, part, 0)
-    if c.same is not None:
-        total = jnp.where(c.same[..., None, :, :], total, 0)
-    diagonal = jnp.sum(c.x[..., 0, :, :] * k, axis=-1)
-    p = total[..., 0, :, :] + jnp.where(np.eye(CHUNK, dtype=bool), diagonal[..., None], 0)
-    return p, total[..., 1, :, :]
+        rho = None if rho is None else rho[:, :, :, None]
+        inside = jnp.where(mask, dot("nzhaik,nzhjk->nzhaij", _times(c.x, rho), _times(c.k, kappa)), inside)
+    inside = _where(c.same, inside)
+    corner = dot("nzaik,nzjk->nzaij", c.x[:, :, 1] * c.decay.half_start[:, :, None], c.k[:, :, 0] * c.decay.half_end)
+    corner = _where(c.same_corner, corner)
+    return inside[:, :, :, 0], inside[:, :, :, 1], corner[:, :, 0], corner[:, :, 1]
 
 
 def _forward_group(plan: Plan, x: Tokens, state: Array):
-    """-> (state after the group), (o, residuals)."""
+    """-> (state after the group), (o [n, Z, C, V], residuals)."""
     op, acc = x.k.dtype, state.dtype
     dot = partial(_dot, dtype=op, out=acc)
-    c = prepare(plan, x)
-    k = x.k.astype(acc)
-    p, a = scores(c, k, op)
-    t = inverse(a)
-    reads = c.x * c.from_state[..., None, :, :]
-    values = x.beta[..., None] * x.v.astype(acc)
-    writes = k * c.to_state
+    c = _prepare(plan, x)
+    p, a, p_corner, a_corner = _scores(c, dot)
+    t = inverse(a, a_corner)
+    reads, erases = (_whole(c.x[:, :, :, kind] * c.from_state) for kind in (0, 1))
+    values = _whole(x.beta[..., None] * x.v.astype(acc))
+    writes = _whole(c.k * c.to_state)
 
     def chunk(state, inputs):
-        reads, t, values, writes, carry = inputs
-        d = dot("zij,zjv->ziv", t, values - dot("zik,zkv->ziv", reads, state))
+        erases, t, values, writes, carry = inputs
+        d = dot("zij,zjv->ziv", t, values - dot("zik,zkv->ziv", erases, state))
         return carry[..., None] * state + dot("zik,ziv->zkv", writes, d), (state, d)
 
-    after, (states, d) = jax.lax.scan(chunk, state, (reads[..., 1, :, :], t, values, writes, c.carry))
-    o = dot("nzik,nzkv->nziv", reads[..., 0, :, :], states) + dot("nzij,nzjv->nziv", p, d)
+    after, (states, d) = jax.lax.scan(chunk, state, (erases, t, values, writes, c.carry))
+    o = dot("nzik,nzkv->nziv", reads, states) + dot("nzij,nzjv->nziv", assemble(p, p_corner), d)
     saved = (states.astype(op), d.astype(op), t.astype(op)) if plan.save else (states.astype(op),)
     return after, (o, saved)
 
@@ -129,76 +146,83 @@ def _backward_group(plan: Plan, x: Tokens, saved, do: Array, dstate: Array):
     """dstate: gradient of the state after the group. -> (gradient of the state before it), gradients of (q, k, v, g, beta)."""
     op, acc = x.k.dtype, dstate.dtype
     dot = partial(_dot, dtype=op, out=acc)
-    c = prepare(plan, x)
-    k, v, beta = x.k.astype(acc), x.v.astype(acc), x.beta[..., None]
-    p, a = scores(c, k, op)
-    reads = c.x * c.from_state[..., None, :, :]
-    writes = k * c.to_state
+    c = _prepare(plan, x)
+    v, beta = x.v.astype(acc), x.beta[..., None]
+    p, a, p_corner, a_corner = _scores(c, dot)
+    reads, erases = (_whole(c.x[:, :, :, kind] * c.from_state) for kind in (0, 1))
+    writes = _whole(c.k * c.to_state)
     states = saved[0].astype(acc)
     if plan.save:
         d, t = saved[1].astype(acc), saved[2].astype(acc)
     else:
-        t = inverse(a)
-        d = dot("nzij,nzjv->nziv", t, beta * v - dot("nzik,nzkv->nziv", reads[..., 1, :, :], states))
-    dd = dot("nzij,nziv->nzjv", p, do)
-    ds = dot("nzik,nziv->nzkv", reads[..., 0, :, :], do)
+        t = inverse(a, a_corner)
+        d = dot("nzij,nzjv->nziv", t, _whole(beta * v) - dot("nzik,nzkv->nziv", erases, states))
+    dd = dot("nzij,nziv->nzjv", assemble(p, p_corner), _whole(do))
+    ds = dot("nzik,nziv->nzkv", reads, _whole(do))
 
     def chunk(dstate, inputs):
-        dd, ds, t, writes, reads, carry = inputs
+        dd, ds, t, writes, erases, carry = inputs
         e = dot("zij,ziv->zjv", t, dd + dot("zjk,zkv->zjv", writes, dstate))
-        return ds + carry[..., None] * dstate - dot("zik,ziv->zkv", reads, e), (dstate, e)
+        return ds + carry[..., None] * dstate - dot("zik,ziv->zkv", erases, e), (dstate, e)
 
-    before, (dstates, e) = jax.lax.scan(chunk, dstate, (dd, ds, t, writes, reads[..., 1, :, :], c.carry), reverse=True)
-    dx, dx_self, dk, dk_state = _row_gradients(c, k, states, dstates, d, do, e, dot)
-    through = c.carry * jnp.sum(states * dstates, axis=-1)
-    dg = _sum_from(jnp.sum(c.x * dx, axis=-3) - k * dk) + _sum_before(k * dk_state) + through[..., None, :]
-    dq = plan.scale * (dx[..., 0, :, :] + dx_self * k)
-    dk = dk + dk_state + dx_self * c.x[..., 0, :, :] + beta * dx[..., 1, :, :]
-    dbeta = jnp.sum(dx[..., 1, :, :] * k, axis=-1) + jnp.sum(e * v, axis=-1)
+    before, (dstates, e) = jax.lax.scan(chunk, dstate, (dd, ds, t, writes, erases, c.carry), reverse=True)
+    d, e = _halves(d), _halves(e)
+    dx, dx_self, dk, dg = _row_gradients(c, states, dstates, d, do, e, dot)
+    dq = plan.scale * (dx[:, :, :, 0] + dx_self * c.k)
+    dk = dk + dx_self * c.x[:, :, :, 0] + beta * dx[:, :, :, 1]
+    dbeta = jnp.sum(dx[:, :, :, 1] * c.k, axis=-1) + jnp.sum(e * v, axis=-1)
     return before, (dq, dk, beta * e, dg, dbeta)
 
 
-def _row_gradients(c, k, states, dstates, d, do, e, dot):
-    """-> d x without P's diagonal, that diagonal's gradient [n, Z, C, 1], d k as a column of the scores, d k from the outgoing state."""
-    w = jnp.stack([do, -e], axis=-3)
-    dscores = dot("...icv,...jv->...icj", w, d)
-    keep = STRICT if c.same is None else STRICT & c.same[..., None, :, :]
-    dscores = jnp.where(keep, dscores, 0)
-    dx = c.from_state[..., None, :, :] * dot("...icv,...kv->...ick", w, states)
-    dk_state = c.to_state * dot("...jv,...kv->...jk", d, dstates)
-    dk = 0
+def _both(rows: Array) -> Array:
+    """Reads plus writes, written out: XLA's CPU reduction over an inner axis of two is slow."""
+    return rows[:, :, :, 0] + rows[:, :, :, 1]
+
+
+def _row_gradients(c: Chunks, states, dstates, d, do, e, dot):
+    """-> d x without P's diagonal, that diagonal's gradient [n, Z, 2, L, 1], d k as a column of the products, d g."""
+    w = jnp.stack([do, -e], axis=3)
+    inside = _where(c.same, dot("nzhaiv,nzhjv->nzhaij", w, d))
+    corner = _where(c.same_corner, dot("nzaiv,nzjv->nzaij", w[:, :, 1], d[:, :, 0]))
+    dx, dk = 0, 0
     for rho, kappa, mask in c.decay.terms:
-        part = jnp.where(mask, dscores, 0)
-        dx = dx + rho[..., None, :, :] * dot("...icj,...jk->...ick", part, k * kappa)
-        dk = dk + kappa * dot("...icj,...ick->...jk", part, c.x * rho[..., None, :, :])
+        if not (mask & _STRICT).any():
+            continue
+        part = jnp.where(mask & _STRICT, inside, 0)
+        dx = dx + rho[:, :, :, None] * dot("nzhaij,nzhjk->nzhaik", part, c.k * kappa)
+        dk = dk + kappa * dot("nzhaij,nzhaik->nzhjk", part, c.x * rho[:, :, :, None])
+    dx_corner = c.decay.half_start[:, :, None] * dot("nzaij,nzjk->nzaik", corner, c.k[:, :, 0] * c.decay.half_end)
+    dk_corner = c.decay.half_end * dot("nzaij,nzaik->nzjk", corner, c.x[:, :, 1] * c.decay.half_start[:, :, None])
+    dx_state = c.from_state[:, :, :, None] * dot("nzhaiv,nzkv->nzhaik", w, states)
+    dk_state = c.to_state * _halves(dot("nzjv,nzkv->nzjk", _whole(d), dstates))
+    first = lambda y: jnp.stack([y, jnp.zeros_like(y)], axis=2)
+    second = lambda y: jnp.stack([jnp.zeros_like(y), y], axis=2)
+    dx_far = dx_state + second(dx_corner)
+    dk_far = dk_state + first(dk_corner)
+    # Per half: what spans t and ends in this half, what starts in this half before t; then what crosses the other half whole.
+    from_here = sums_from(_both(c.x * (dx + dx_far)) - c.k * dk)
+    before_here = sums_before(c.k * dk_far)
+    later = jnp.sum(_both(c.x * dx_state)[:, :, 1], axis=2)
+    earlier = jnp.sum(c.k[:, :, 0] * dk_state[:, :, 0], axis=2)
+    across = jnp.stack([later, earlier], axis=2) + (c.carry * jnp.sum(states * dstates, axis=-1))[:, :, None]
     dx_self = jnp.sum(do * d, axis=-1, keepdims=True)
-    return dx, dx_self, dk, dk_state
-
-
-def _sum_from(x):
-    """Row t: the sum of rows t, t + 1, ... of the chunk."""
-    return jax.lax.cumsum(x, axis=x.ndim - 2, reverse=True)
-
-
-def _sum_before(x):
-    """Row t: the sum of rows 0, ..., t - 1 of the chunk."""
-    return jnp.pad(jax.lax.cumsum(x, axis=x.ndim - 2)[..., :-1, :], ((0, 0),) * (x.ndim - 2) + ((1, 0), (0, 0)))
+    return dx + dx_far, dx_self, dk + dk_far, from_here + before_here + across[:, :, :, None]
 
 
 # ---------------------------------------------------------------- sequences of groups
 
 
 def _cut(x: Array, group: Array, size: int) -> Array:
-    """Group number `group` of a [B, T, H, ...] array, as [n, B * H, C, ...]."""
+    """Group number `group` of a [B, T, H, ...] array, as [n, B * H, 2, L, ...]."""
     x = jax.lax.dynamic_slice_in_dim(x, group * size * CHUNK, size * CHUNK, axis=1)
     batch, _, heads, *rest = x.shape
     x = x.reshape(batch, size, CHUNK, heads, *rest)
-    return jnp.moveaxis(x, (1, 0, 3, 2), (0, 1, 2, 3)).reshape(size, batch * heads, CHUNK, *rest)
+    return jnp.moveaxis(x, (1, 0, 3, 2), (0, 1, 2, 3)).reshape(size, batch * heads, 2, HALF, *rest)
 
 
-def _join(x: Array, batch: int) -> Array:
-    """[groups, n, B * H, C, ...] -> [B, T, H, ...]."""
-    groups, size, both, _, *rest = x.shape
+def _join(x: Array, batch: int, *rest: int) -> Array:
+    """[groups, n, B * H, C (as one axis or two), ...] -> [B, T, H, *rest]."""
+    groups, size, both = x.shape[:3]
     x = x.reshape(groups, size, batch, both // batch, CHUNK, *rest)
     return jnp.moveaxis(x, (2, 0, 1, 4, 3), (0, 1, 2, 3, 4)).reshape(batch, groups * size * CHUNK, both // batch, *rest)
 
@@ -211,31 +235,32 @@ def _tokens(plan: Plan, q, k, v, g, beta, owner, group) -> Tokens:
     else:
         spread = lambda x: jnp.broadcast_to(x[..., None], (*x.shape, heads))
         before = jnp.pad(owner, ((0, 0), (1, 0)), constant_values=1)[:, :-1]
-        run, run_in = cut(spread(owner)), cut(spread(before))[..., 0]
+        run, run_in = cut(spread(owner)), cut(spread(before))[..., 0, 0]
     return Tokens(cut(q), cut(k), cut(v), cut(g), cut(beta), run, run_in)
 
 
-def _scan_groups(plan: Plan, q, k, v, g, beta, owner, state, body: Callable):
+def _scan_groups(plan: Plan, q, k, v, g, beta, owner, state):
+    """-> o [B, T, H, Dv], final state [Z, Dk, Dv], what the backward pass keeps of each group."""
     batch, length = q.shape[:2]
 
     def step(state, group):
-        return body(plan, _tokens(plan, q, k, v, g, beta, owner, group), state)
+        return _forward_group(plan, _tokens(plan, q, k, v, g, beta, owner, group), state)
 
     state, (o, saved) = jax.lax.scan(step, state, jnp.arange(length // CHUNK // plan.group))
-    return _join(o, batch), state, saved
+    return _join(o, batch, v.shape[-1]), state, saved
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked(plan: Plan, q, k, v, g, beta, initial_state, owner):
     """The operator on whole groups of chunks. q, k, v in the operands' dtype, g, beta and states in float32 (or all float64). -> o, final state."""
     state = initial_state.reshape(-1, *initial_state.shape[2:])
-    o, state, _ = forward(plan, q, k, v, g, beta, state, owner)
+    o, state, _ = _scan_groups(plan, q, k, v, g, beta, owner, state)
     return o.astype(v.dtype), state.reshape(initial_state.shape)
 
 
 def _chunked_forward(plan, q, k, v, g, beta, initial_state, owner):
     state = initial_state.reshape(-1, *initial_state.shape[2:])
-    o, state, saved = forward(plan, q, k, v, g, beta, state, owner)
+    o, state, saved = _scan_groups(plan, q, k, v, g, beta, owner, state)
     return (o.astype(v.dtype), state.reshape(initial_state.shape)), (q, k, v, g, beta, owner, saved)
 
 
@@ -251,7 +276,7 @@ def _chunked_backward(plan, residuals, cotangents):
 
     groups = jnp.arange(length // CHUNK // plan.group)
     dstate, grads = jax.lax.scan(step, dfinal.reshape(-1, *dfinal.shape[2:]), (groups, saved), reverse=True)
-    grads = [_join(dx, batch).astype(x.dtype) for dx, x in zip(grads, (q, k, v, g, beta))]
+    grads = [_join(dx, batch, *x.shape[3:]).astype(x.dtype) for dx, x in zip(grads, (q, k, v, g, beta))]
     return *grads, dstate.reshape(dfinal.shape), None
 
 
