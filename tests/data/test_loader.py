@@ -159,7 +159,7 @@ def test_the_model_must_hold_all_tokens(folder):
 
 def test_recall_rows():
     cfg = DataConfig(task="associative_recall", num_pairs=16, sequence_length=50, batch_size=64)
-    batch, _ = next(make_loader(cfg, seed=0))
+    batch, _ = next(make_loader(cfg, seed=0, split="heldout"))
     used = batch["segment_ids"] > 0
     assert used[:, :48].all() and not used[:, 48:].any()
     asked = batch["loss_weights"] > 0
@@ -172,6 +172,19 @@ def test_recall_rows():
     # Asking in the order of writing would let a model count instead of recall.
     order = np.array([[list(row[0:32:2]).index(k) for k in row[32:48]] for row in batch["tokens"]])
     assert abs(np.corrcoef(order.ravel(), np.tile(np.arange(16), 64))[0, 1]) < 0.1
+
+
+def test_recall_training_rows_take_turns_at_problem_sizes():
+    cfg = DataConfig(task="associative_recall", num_pairs=16, sequence_length=50, batch_size=8)
+    batch, _ = next(make_loader(cfg, seed=0))
+    for row, size in enumerate([16, 8, 4, 2] * 2):
+        tokens, targets, weights, segments = (batch[name][row] for name in ("tokens", "targets", "loss_weights", "segment_ids"))
+        assert segments.max() == 16 // size and (segments[48:] == 0).all() and weights.sum() == 16
+        for problem in range(1, 16 // size + 1):
+            k, t, w = tokens[segments == problem], targets[segments == problem], weights[segments == problem]
+            pairs = dict(zip(k[0:2 * size:2].tolist(), k[1:2 * size:2].tolist()))
+            assert not w[:2 * size].any() and w[2 * size:].all()
+            assert sorted(k[2 * size:]) == sorted(pairs) and [pairs[q] for q in k[2 * size:].tolist()] == t[2 * size:].tolist()
 
 
 def test_recall_splits_seeds_and_steps_differ():
