@@ -50,7 +50,7 @@ class Budget:
     """How much the demo does."""
 
     steps: int = 700
-    recall_steps: int = 500
+    recall_steps: int = 200
     heldout_batches: int | None = None
     """Batches of the held-out pass; None is all of it."""
     ablation_batches: int = 16
@@ -71,12 +71,13 @@ def text_config(corpus: Path, budget: Budget) -> TrainConfig:
 
 
 def recall_config(budget: Budget, num_pairs: int = 16) -> TrainConfig:
-    """The nano preset with a vocabulary of the task's own size."""
+    """Two layers of the nano preset, KDA and then MLA with experts, with a vocabulary of the task's own size."""
     cfg = longmoe.presets.nano()
+    model = dataclasses.replace(cfg.model, vocab_size=recall_vocab_size(num_pairs), num_layers=2, mla_every=2, use_final_mla=False)
     return dataclasses.replace(
-        cfg, steps=budget.recall_steps, model=dataclasses.replace(cfg.model, vocab_size=recall_vocab_size(num_pairs)),
+        cfg, steps=budget.recall_steps, model=model,
         data=DataConfig(task="associative_recall", num_pairs=num_pairs, sequence_length=recall_length(num_pairs), batch_size=64),
-        optim=dataclasses.replace(cfg.optim, warmup_steps=min(50, budget.recall_steps // 4)),
+        optim=dataclasses.replace(cfg.optim, learning_rate=6e-3, warmup_steps=min(20, budget.recall_steps // 4)),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=200, keep=1))
 
 
