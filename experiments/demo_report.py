@@ -100,5 +100,6 @@ def recall_section(recall: Mapping[str, Any], lines: Lines) -> Section:
     figure = plotting.recall_accuracy([line["step"] for line in lines], [float(line["loss"]) for line in lines], recall["accuracy"], recall["chance"])
     return Section("Associative recall", [
         f"A second model, one KDA and one MLA layer of the same shape, reads 16 key-value pairs and then the 16 keys in another order, "
-        f"and must answer each with its value. Accuracy on {recall['answers']:,} answers of rows that training did not draw: {recall['accuracy']:.1%}; guessing among the row's own values "
+        f"and must answer each with its value. Accuracy on {recall['answers']:,} answers of rows that training did not draw: "
+        f"{recall['accuracy']:.1%}; guessing among the row's own values "
         f"gives {recall['chance']:.2%}.", Picture(plotting.png(figure), "Recall: training loss and accuracy")])
