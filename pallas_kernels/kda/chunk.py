@@ -135,26 +135,15 @@ def assemble(diagonal: Float[Array, "*b 2 S S"], corner: Float[Array, "*b S S"])
 
 
 def sums_from(x: Float[Array, "*b L D"]) -> Float[Array, "*b L D"]:
-    """Row t: the sum of rows t, t + 1, ..., L - 1. Pairs of blocks, in log2 L steps."""
-    *batch, length, width = x.shape
-    size = 1
-    while size < length:
-        blocks = x.reshape(*batch, length // (2 * size), 2, size, width)
-        right = blocks[..., 1:, :1, :]
-        x = (blocks + jnp.concatenate([right, jnp.zeros_like(right)], -3)).reshape(*batch, length, width)
-        size *= 2
-    return x
+    """Row t: the sum of rows t, t + 1, ..., L - 1, as a product with a triangle of ones."""
+    return _triangle_times(_EARLIER.T | _SELF, x)
 
 
 def sums_before(x: Float[Array, "*b L D"]) -> Float[Array, "*b L D"]:
     """Row t: the sum of rows 0, ..., t - 1."""
-    *batch, length, width = x.shape
-    size, sums, whole = 1, jnp.zeros_like(x), x
-    while size < length:
-        blocks = sums.reshape(*batch, length // (2 * size), 2, size, width)
-        pairs = whole.reshape(*batch, length // (2 * size), 2, 1, width)
-        left = pairs[..., :1, :, :]
-        sums = (blocks + jnp.concatenate([jnp.zeros_like(left), left], -3)).reshape(*batch, length, width)
-        whole = (pairs[..., 0, :, :] + pairs[..., 1, :, :]).reshape(*batch, length // (2 * size), width)
-        size *= 2
-    return sums
+    return _triangle_times(_EARLIER, x)
+
+
+def _triangle_times(triangle: np.ndarray, x: Array) -> Array:
+    ones = jnp.broadcast_to(jnp.asarray(triangle, x.dtype), (*x.shape[:-2], HALF, HALF))
+    return jnp.matmul(ones, x, precision=jax.lax.Precision.HIGHEST)
