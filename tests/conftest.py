@@ -22,6 +22,8 @@ BUDGETS = {
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
 TEST_MINUTES = 15
+QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "top"}
+"""Rooms whose time is compilation: XLA leaves out its expensive passes there. The operators' rooms are compiled as users compile them."""
 
 _spent: dict[tuple[str, str], float] = defaultdict(float)
 
@@ -50,6 +52,8 @@ def _seconds() -> tuple[float, float]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     wall, cpu = _seconds()
+    # Here rather than in a fixture, so that it also holds for fixtures of a wider scope.
+    jax.config.update("jax_disable_most_optimizations", _room(item) in QUICK_ROOMS)
     try:
         return (yield)
     finally:

@@ -18,21 +18,18 @@ class Loads(NamedTuple):
 Statistics = quantile.Statistics | Loads
 
 
-def select(scores: Float[Array, "B T E"], bias: Float[Array, "E"], k: int) -> tuple[Int[Array, "B T k"], Float[Array, "B T"]]:
-    """Ids of the k best experts by scores + bias, best first, and the best biased score that was left out. Without gradient."""
-    selection = quantile.select(scores.reshape(-1, scores.shape[-1]), bias, k)
-    return selection.expert_ids.reshape(*scores.shape[:-1], k), selection.cutoff.reshape(scores.shape[:-1])
-
-
-def statistics(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"], expert_ids: Int[Array, "B T k"],
-               cutoff: Float[Array, "B T"], valid: Bool[Array, "B T"]) -> Statistics:
-    """Additive integer sums over the valid tokens of a selection that `select` made from the same scores and bias."""
-    ids, valid = expert_ids.reshape(-1, expert_ids.shape[-1]), valid.reshape(-1)
+def route(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"],
+          valid: Bool[Array, "B T"]) -> tuple[Int[Array, "B T K"], Statistics]:
+    """Ids of each token's experts_per_token best experts by scores + bias, best first, and additive integer sums over the valid tokens."""
+    flat = scores.reshape(-1, scores.shape[-1])
+    selection = quantile.select(flat, bias, moe.experts_per_token)
+    ids, valid = selection.expert_ids, valid.reshape(-1)
     if moe.balancer == "quantile":
-        selection = quantile.Selection(ids, cutoff.reshape(-1))
-        return quantile.statistics_from_selection(scores.reshape(-1, scores.shape[-1]), bias, selection, valid)
-    slots = jnp.where(valid[:, None], ids, moe.num_experts)
-    return Loads(jnp.zeros(moe.num_experts, jnp.int32).at[slots].add(1, mode="drop"), jnp.sum(valid, dtype=jnp.int32))
+        sums: Statistics = quantile.statistics_from_selection(flat, bias, selection, valid)
+    else:
+        slots = jnp.where(valid[:, None], ids, moe.num_experts)
+        sums = Loads(jnp.zeros(moe.num_experts, jnp.int32).at[slots].add(1, mode="drop"), jnp.sum(valid, dtype=jnp.int32))
+    return ids.reshape(*scores.shape[:-1], -1), sums
 
 
 def update(moe: MoEConfig, statistics: Statistics, bias: Float[Array, "*layers E"]) -> Float[Array, "*layers E"]:

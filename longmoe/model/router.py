@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from longmoe.balancing import balancers
 from longmoe.configs import ModelConfig
 from longmoe.model.layers import float_dtype
-from longmoe.parallel.experts import sum_over_tokens
+from longmoe.parallel.experts import over_tokens
 from longmoe.shapes import Array, Float, Hidden, Int
 
 
@@ -38,12 +38,11 @@ class Router(nn.Module):
         logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.sigmoid(logits)
         valid = jnp.ones(x.shape[:2], bool) if runs is None else runs > 0
-        expert_ids, cutoff = balancers.select(scores, bias, moe.experts_per_token)
+        count = lambda scores, valid, bias: balancers.route(moe, scores, bias, valid)
+        expert_ids, stats = over_tokens(count, jax.lax.stop_gradient(scores), valid, shared=bias)
         expert_ids = checkpoint_name(expert_ids, "router_ids")
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)
         if moe.renormalize:
             chosen = chosen / (jnp.sum(chosen, -1, keepdims=True) + 1e-20)
         weights = jnp.where(valid[..., None], chosen * moe.routed_scale, 0)
-        counted = lambda scores, ids, cutoff, valid, bias: balancers.statistics(moe, scores, bias, ids, cutoff, valid)
-        stats = sum_over_tokens(counted, *map(jax.lax.stop_gradient, (scores, expert_ids, cutoff, valid)), shared=bias)
         return Routing(jnp.where(valid[..., None], expert_ids, moe.num_experts), weights), stats

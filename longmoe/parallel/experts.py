@@ -34,8 +34,9 @@ def over_experts(local: LocalExperts, rows: Float[Array, "B T Z"], expert_ids: I
 
     def sharded(rows: Array, ids: Array, weights: Array, gate_up: Array, down: Array) -> Array:
         rows, ids, weights = (jax.lax.all_gather(x, "expert", axis=0, tiled=True) for x in (rows, ids, weights))
-        gate_up = jax.lax.all_gather(gate_up, "fsdp", axis=1, tiled=True)
-        down = jax.lax.all_gather(down, "fsdp", axis=2, tiled=True)
+        if axis_size("fsdp") > 1:
+            gate_up = jax.lax.all_gather(gate_up, "fsdp", axis=1, tiled=True)
+            down = jax.lax.all_gather(down, "fsdp", axis=2, tiled=True)
         experts = gate_up.shape[0]
         ids = ids - jax.lax.axis_index("expert") * experts
         out = flat(rows, jnp.where((ids >= 0) & (ids < experts), ids, experts), weights, gate_up, down)
@@ -53,19 +54,21 @@ def over_experts(local: LocalExperts, rows: Float[Array, "B T Z"], expert_ids: I
         rows, expert_ids, combine_weights, gate_up, down)
 
 
-def sum_over_tokens(statistics: Callable[..., Any], *per_token: Array, shared: Array) -> Any:
-    """statistics(*per_token, shared) summed over every device's tokens: a pytree of additive integers, the same on all devices.
+def over_tokens(local: Callable[..., tuple[Any, Any]], *per_token: Array, shared: Array) -> tuple[Any, Any]:
+    """local(*per_token, shared) -> (arrays [B, T, ...], sums), each device with its own tokens; the sums are added over all devices.
 
-    per_token: arrays [B, T, ...]; shared: one array that every device sees whole.
+    per_token: arrays [B, T, ...]; shared: one array that every device sees whole. Nothing of the tokens moves between devices.
     """
     if not is_distributed():
-        return statistics(*per_token, shared)
+        return local(*per_token, shared)
 
-    def local(*arguments: Array) -> Any:
-        return jax.tree.map(lambda x: jax.lax.psum(x, TOKEN_AXES), statistics(*arguments))
+    def sharded(*arguments: Array) -> tuple[Any, Any]:
+        outputs, sums = local(*arguments)
+        return outputs, jax.tree.map(lambda x: jax.lax.psum(x, TOKEN_AXES), sums)
 
-    specs = tuple(PartitionSpec(BATCH_AXES, "context", *(None,) * (x.ndim - 2)) for x in per_token)
-    return jax.shard_map(local, in_specs=(*specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False)(*per_token, shared)
+    specs = (*(PartitionSpec(BATCH_AXES, "context") for _ in per_token), PartitionSpec())
+    out = (PartitionSpec(BATCH_AXES, "context"), PartitionSpec())
+    return jax.shard_map(sharded, in_specs=specs, out_specs=out, check_vma=False)(*per_token, shared)
 
 
 def _check_divides(name: str, size: int, axis: str, devices: int) -> None:

@@ -1,0 +1,108 @@
+"""Decoding on caches equals the whole forward pass; sampling; refusals."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_config import VOCAB, tiny_model
+
+import longmoe
+from longmoe.inference.sampling import sample
+from longmoe.model.lm import LongMoE, init_cache, init_variables
+from pallas_kernels.testing import rms_ratio
+
+LENGTHS = np.array([31, 7, 18])
+
+
+@pytest.fixture(scope="module")
+def case():
+    model = LongMoE(tiny_model())
+    variables = init_variables(model.model_config, jax.random.key(5))
+    tokens = jax.random.randint(jax.random.key(6), (3, 43), 0, VOCAB)
+    return model, variables, tokens
+
+
+@pytest.fixture(scope="module")
+def whole(case):
+    """Logits of one pass over all tokens."""
+    model, variables, tokens = case
+    return jax.jit(model.apply)(variables, tokens).logits
+
+
+def test_decode_equals_forward(case, whole):
+    """A ragged prefill, then 12 single tokens, against one pass over each row's own tokens."""
+    model, variables, tokens = case
+    prompt = np.zeros((3, 31), np.int32)
+    for row, length in enumerate(LENGTHS):
+        prompt[row, :length] = tokens[row, :length]
+    cache = init_cache(model.model_config, 3, 43)
+    valid = jnp.asarray(np.arange(31) < LENGTHS[:, None], jnp.int32)
+    prefill = jax.jit(lambda v, c: model.apply(v, jnp.asarray(prompt), valid, cache=c))(variables, cache)
+    step = jax.jit(lambda v, t, c: model.apply(v, t, cache=c))
+    got, cache = [], prefill.cache
+    for i in range(12):
+        output = step(variables, jnp.take_along_axis(tokens, jnp.asarray(LENGTHS[:, None] + i), axis=1), cache)
+        got.append(output.logits[:, 0])
+        cache = output.cache
+    for row, length in enumerate(LENGTHS):
+        assert rms_ratio(prefill.logits[row, :length], whole[row, :length]) < 1e-5
+        assert rms_ratio(np.stack(got)[:, row], whole[row, length:length + 12]) < 1e-5
+
+
+def test_chunked_prefill_equals_one(case, whole):
+    model, variables, tokens = case
+    cache = init_cache(model.model_config, 3, 43)
+    apply = jax.jit(lambda v, t, c: model.apply(v, t, cache=c))
+    first = apply(variables, tokens[:, :20], cache)
+    second = apply(variables, tokens[:, 20:40], first.cache)
+    assert rms_ratio(np.concatenate([first.logits, second.logits], axis=1), whole[:, :40]) < 1e-5
+
+
+def test_greedy_equals_recomputation(case):
+    model, variables, tokens = case
+    new = longmoe.generate(model, variables, tokens[:, :31], max_new_tokens=6, prompt_lengths=jnp.asarray(LENGTHS))
+    apply = jax.jit(model.apply)                                       # the shape of `whole`: compiled already
+    text = np.zeros((3, 43), np.int32)
+    for row, length in enumerate(LENGTHS):
+        text[row, :length] = tokens[row, :length]
+    for i in range(6):
+        logits = np.asarray(apply(variables, jnp.asarray(text)).logits)
+        text[np.arange(3), LENGTHS + i] = logits[np.arange(3), LENGTHS + i - 1].argmax(axis=-1)
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_array_equal(new[row], text[row, length:length + 6])
+
+
+def test_padding_content_changes_nothing(case):
+    model, variables, tokens = case
+    past = jnp.arange(31) >= LENGTHS[:, None]
+    run = lambda prompt: longmoe.generate(model, variables, prompt, max_new_tokens=6, prompt_lengths=jnp.asarray(LENGTHS))
+    np.testing.assert_array_equal(run(jnp.where(past, 3, tokens[:, :31])), run(jnp.where(past, 44, tokens[:, :31])))
+
+
+def test_rows_repeat_eos(case):
+    model, variables, tokens = case
+    run = lambda **keywords: np.asarray(longmoe.generate(model, variables, tokens[:, :31], max_new_tokens=6, prompt_lengths=jnp.asarray(LENGTHS), **keywords))
+    free = run()
+    eos = int(free[0, 2])
+    stopped = run(eos_id=eos)
+    for row in range(3):
+        ends = np.flatnonzero(free[row] == eos)
+        end = ends[0] if ends.size else 6
+        np.testing.assert_array_equal(stopped[row, :end], free[row, :end])
+        assert (stopped[row, end:] == eos).all()
+
+
+def test_sampling_keeps_to_its_limits():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
+    draw = lambda **limits: {int(x) for x in jax.vmap(lambda key: sample(logits, key, temperature=1.0, **limits)[0])(jax.random.split(jax.random.key(0), 500))}
+    assert draw() == {0, 1, 2, 3} and draw(top_k=2) == {0, 1} and draw(top_p=0.79) == {0, 1} and draw(top_p=0.81) == {0, 1, 2}
+    assert draw(top_p=0.01) == {0} and draw(top_k=1, top_p=1.0) == {0}
+    assert int(sample(logits, None, temperature=0)[0]) == 0
+
+
+@pytest.mark.parametrize("keywords,message", [
+    (dict(temperature=-1.0), "temperature"), (dict(temperature=1.0), "key"), (dict(top_k=0), "top_k"), (dict(top_p=0.0), "top_p"),
+    (dict(max_new_tokens=0), "max_new_tokens"), (dict(prompt_lengths=jnp.array([1, 2, 99])), "prompt_lengths")])
+def test_refusals(case, keywords, message):
+    model, variables, tokens = case
+    with pytest.raises(ValueError, match=message):
+        longmoe.generate(model, variables, tokens, **({"max_new_tokens": 2} | keywords))
