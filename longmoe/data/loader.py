@@ -18,6 +18,7 @@ Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
 HELDOUT_TASK_BATCHES = 16
+_TRAINING_LANES = 64
 
 
 def make_loader(data_config: "DataConfig", *, seed: int, split: str = "train", state: Mapping[str, Any] | None = None,
@@ -55,9 +56,10 @@ class _TextLoader:
     def __init__(self, config: "DataConfig", folder: TokenFolder, seed: int, split: str, state: Mapping[str, Any] | None):
         documents = folder.split(split)
         training = split == "train"
+        lanes = max(_TRAINING_LANES, config.batch_size) if training else 1
         self._identity = {"task": "text", "split": split, "seed": seed, "fingerprint": folder.fingerprint}
         self._packer = Packer(
-            documents, sequence_length=config.sequence_length, batch_size=config.batch_size, num_lanes=config.batch_size if training else 1,
+            documents, sequence_length=config.sequence_length, batch_size=config.batch_size, num_lanes=lanes,
             order=(lambda epoch: permutation(len(documents), seed, epoch)) if training else (lambda epoch: np.arange(len(documents))),
             repeat=training)
         if state is not None:

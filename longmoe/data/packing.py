@@ -5,9 +5,9 @@ end-of-document token before the first. A row holds pieces of documents one afte
 A document that does not fit in what is left of a row is cut there and goes on at the start of the same lane's next row,
 where the model starts it from an empty state; its first input there is the true token before the cut.
 
-Lanes. With as many lanes as rows, row b of the next batch goes on where row b of this one stopped, and a batch mixes that
-many documents. One lane fills the rows of a batch in reading order. A lane that has finished its document takes the next
-one of the epoch's order.
+Lanes. Rows are dealt to the lanes in turn, and a lane that has finished its document takes the next one of the epoch's order.
+With one lane, rows follow in reading order. With many, a batch mixes many documents, neighbouring batches differ, and a very
+long document takes no more than its lane's share of any stretch of training.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,22 +29,23 @@ class Packer:
 
     def __init__(self, split: Split, *, sequence_length: int, batch_size: int, num_lanes: int,
                  order: Callable[[int], np.ndarray], repeat: bool):
-        if num_lanes < 1 or batch_size % num_lanes:
-            raise ValueError(f"num_lanes: got {num_lanes}, wanted a divisor of batch_size={batch_size}")
+        if num_lanes < 1:
+            raise ValueError(f"num_lanes: got {num_lanes}, wanted at least 1")
         self._split, self._length, self._rows = split, sequence_length, batch_size
         self._order_of, self._repeat = order, repeat
         self._epoch, self._next = 0, 0
         self._order = order(0)
         self._waiting: list[list[int]] = []                             # [document, offset] that no lane holds yet
         self._lanes: list[list[int] | None] = [None] * num_lanes
+        self._turn = 0                                                  # the lane of the next row
 
     def state(self) -> dict[str, Any]:
-        """JSON-plain: the epoch, the place in its order, and each lane's [document, offset] ([-1, 0] for an idle lane)."""
-        return {"epoch": self._epoch, "next": self._next, "lanes": [list(lane or (-1, 0)) for lane in self._lanes],
+        """JSON-plain: epoch, place in its order, the lane whose turn it is, and each lane's [document, offset] ([-1, 0] if idle)."""
+        return {"epoch": self._epoch, "next": self._next, "turn": self._turn, "lanes": [list(lane or (-1, 0)) for lane in self._lanes],
                 "waiting": [list(piece) for piece in self._waiting]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a state of the same split. Row length and number of lanes may differ: open documents are finished first."""
+        """Takes a state of the same split. Rows, their length and the number of lanes may differ: open documents are finished."""
         pieces = [[int(d), int(offset)] for d, offset in [*state["lanes"], *state["waiting"]]]
         for document, offset in pieces:
             if document >= len(self._split) or (document >= 0 and not 0 <= offset < len(self._split.document(document))):
@@ -56,6 +57,7 @@ class Packer:
         self._lanes = [piece if piece[0] >= 0 else None for piece in pieces[:count]]
         self._lanes += [None] * (count - len(self._lanes))
         self._waiting = [piece for piece in pieces[count:] if piece[0] >= 0]
+        self._turn = int(state["turn"]) % count
 
     def next_batch(self) -> dict[str, np.ndarray] | None:
         """tokens, targets, segment_ids, source_ids int32 and loss_weights float32, all [B, T]; None when no document is left.
@@ -67,8 +69,18 @@ class Packer:
                  "loss_weights": np.zeros(shape, np.float32), "segment_ids": np.zeros(shape, np.int32),
                  "source_ids": np.full(shape, PADDING_SOURCE, np.int32)}
         for row in range(self._rows):
-            self._fill_row({name: array[row] for name, array in batch.items()}, row % len(self._lanes))
+            lane = self._next_lane()
+            if lane is not None:
+                self._fill_row({name: array[row] for name, array in batch.items()}, lane)
         return batch if batch["segment_ids"].any() else None
+
+    def _next_lane(self) -> int | None:
+        for _ in self._lanes:
+            lane, self._turn = self._turn, (self._turn + 1) % len(self._lanes)
+            self._lanes[lane] = self._lanes[lane] or self._take()
+            if self._lanes[lane] is not None:
+                return lane
+        return None
 
     def _fill_row(self, row: dict[str, np.ndarray], lane: int) -> None:
         filled, segment = 0, 0
