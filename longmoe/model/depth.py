@@ -45,6 +45,10 @@ def plan(config: ModelConfig, scan: bool | None = None) -> list[list[Group]]:
     return [_scanned(config, block) for block in depth_blocks(config)]
 
 
+MIN_SAVED = 2
+"""Layer bodies that a scan must save: below that, stacking what the backward pass needs costs more than compiling the bodies apart."""
+
+
 def _scanned(config: ModelConfig, block: range) -> list[Group]:
     """Covers the block greedily from the front with the repetition that spans most layers."""
     kinds = [(config.mixers[i], i < config.dense_layers) for i in range(config.num_layers)]
@@ -55,7 +59,7 @@ def _scanned(config: ModelConfig, block: range) -> list[Group]:
             unit, repeats = kinds[start:start + period], 1
             while (end := start + (repeats + 1) * period) <= block.stop and kinds[end - period:end] == unit:
                 repeats += 1
-            if repeats > 1 and repeats * period > best.repeats * best.period:
+            if (repeats - 1) * period >= MIN_SAVED and repeats * period > best.repeats * best.period:
                 best = Group(start, period, repeats)
         groups.append(best)
         start += best.period * best.repeats

@@ -18,6 +18,8 @@ from longmoe.shapes import Array, Float, Hidden, SegmentIds, Tokens
 from pallas_kernels import document_runs
 
 Variables = Mapping[str, Any]
+RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options of a program that runs once, such as initialisation: compiling it well takes longer than running it badly."""
 
 
 @struct.dataclass
@@ -101,7 +103,7 @@ def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Arra
 
 def init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
     """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for."""
-    return jax.jit(LongMoE(model_config).init)(key, jnp.zeros((1, 8), jnp.int32))
+    return jax.jit(LongMoE(model_config).init, compiler_options=RUN_ONCE)(key, jnp.zeros((1, 8), jnp.int32))
 
 
 def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str, Any]:

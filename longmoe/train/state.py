@@ -7,7 +7,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longmoe.configs import TrainConfig
-from longmoe.model.lm import LongMoE
+from longmoe.model.lm import RUN_ONCE, LongMoE
 from longmoe.parallel.rules import param_shardings, path_name
 from longmoe.shapes import Array
 from longmoe.train.optim import make_optimizer
@@ -64,4 +64,4 @@ def state_shardings(mesh: Mesh, state: TrainState) -> TrainState:
 def init_train_state(cfg: TrainConfig, mesh: Mesh, key: Array) -> TrainState:
     """A fresh state on `mesh`, made in place: no device ever holds what is not its own."""
     shapes = jax.eval_shape(lambda key: _init(cfg, key), key)
-    return jax.jit(lambda key: _init(cfg, key), out_shardings=state_shardings(mesh, shapes))(key)
+    return jax.jit(lambda key: _init(cfg, key), out_shardings=state_shardings(mesh, shapes), compiler_options=RUN_ONCE)(key)
