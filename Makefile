@@ -14,8 +14,9 @@ RUNS_OURS := import sys, venv, ensurepip; raise SystemExit(not (3, 12) <= sys.ve
 .PHONY: demo test check lint slow h200 smoke wheel clean
 .DELETE_ON_ERROR:
 
+# Each step maps and clears 200 MB afresh: huge pages save a tenth of the time (glibc only, ignored elsewhere).
 demo: $(VENV)/.installed
-	$(PY) experiments/demo.py $(ARGS)
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(PY) experiments/demo.py $(ARGS)
 
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not h200 and not gpu" $(ARGS)
