@@ -1,0 +1,97 @@
+"""`fit`: files of a run, exact resume, refusal of another config, stopping on gradients that stay non-finite."""
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from tiny_config import tiny_train
+
+import longmoe
+from longmoe.configs import CheckpointConfig, DataConfig, TrainConfig, from_json
+from longmoe.data.tasks import recall_vocab_size
+from longmoe.train import loop
+from longmoe.train.metrics import read_lines
+
+PAIRS = 4
+
+
+def config(steps=6, **changes):
+    cfg = tiny_train(vocab_size=recall_vocab_size(PAIRS), num_layers=2, **changes)
+    return dataclasses.replace(cfg, steps=steps, data=DataConfig(task="associative_recall", num_pairs=PAIRS, sequence_length=24, batch_size=4),
+                               checkpoint=CheckpointConfig(every=2, keep=2), mesh=longmoe.configs.MeshConfig(data=1, fsdp=1))
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(loop, "make_mesh", lambda mesh_config: longmoe.make_mesh(mesh_config, devices))
+
+
+def plain(state):
+    return jax.tree.map(np.asarray, state.replace(rng=jax.random.key_data(state.rng)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of 6 steps in one go."""
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices()[:1]
+        patch.setattr(loop, "make_mesh", lambda mesh_config: longmoe.make_mesh(mesh_config, devices))
+        return longmoe.fit(config(), str(tmp_path_factory.mktemp("run") / "whole"))
+
+
+def test_files_of_a_run(whole):
+    lines = read_lines(whole.paths.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"loss", "grad_norm", "learning_rate", "max_violation", "tokens_per_second", "elapsed_seconds"} <= set(lines[0])
+    assert "expert_load" in lines[0] and "expert_load" not in lines[1]
+    record = json.loads(whole.paths.run_json.read_text())
+    assert from_json(TrainConfig, json.dumps(record["config"])) == config()
+    assert record["versions"]["jax"] == jax.__version__ and any("kda" in line for line in record["kernels"])
+    assert int(whole.state.step) == 6 and whole.paths.log.exists()
+
+
+def test_resume_is_exact_to_the_bit(whole, tmp_path, monkeypatch):
+    """Killed in the fourth step: the call again goes on from step 2 or 4 and ends where the whole run ended, data and random keys included."""
+    recorder = loop._Recorder.record
+
+    def dies(self, step, progress):
+        if step.step == 5:
+            raise KeyboardInterrupt
+        recorder(self, step, progress)
+
+    monkeypatch.setattr(loop._Recorder, "record", dies)
+    with pytest.raises(KeyboardInterrupt):
+        longmoe.fit(config(), str(tmp_path / "run"))
+    monkeypatch.setattr(loop._Recorder, "record", recorder)
+    again = longmoe.fit(config(), str(tmp_path / "run"))
+    jax.tree.map(np.testing.assert_array_equal, plain(again.state), plain(whole.state))
+    strip = lambda paths: [{k: v for k, v in line.items() if k not in ("tokens_per_second", "elapsed_seconds")} for line in read_lines(paths.metrics)]
+    assert strip(again.paths) == strip(whole.paths)
+    finished = longmoe.fit(config(), str(tmp_path / "run"))
+    jax.tree.map(np.testing.assert_array_equal, plain(finished.state), plain(whole.state))
+
+
+def test_refuses_another_config_and_fresh_starts_over(whole, tmp_path):
+    run = str(tmp_path / "run")
+    longmoe.fit(config(steps=2), run)
+    other = config(steps=2, init_std=0.07)
+    with pytest.raises(ValueError, match=r"another config \(model.init_std: saved 0.05, now 0.07\)"):
+        longmoe.fit(other, run)
+    assert int(longmoe.fit(other, run, fresh=True).state.step) == 2
+
+
+def test_stops_after_steps_that_are_not_finite(tmp_path, monkeypatch):
+    loader = loop.make_loader
+
+    def poisoned(*arguments, **keywords):
+        for batch, state in loader(*arguments, **keywords):
+            yield batch | dict(loss_weights=np.full_like(batch["loss_weights"], np.inf)), state
+
+    monkeypatch.setattr(loop, "make_loader", poisoned)
+    cfg = dataclasses.replace(config(), max_skipped_steps=3, checkpoint=CheckpointConfig(every=100))
+    with pytest.raises(RuntimeError, match="3 times in a row"):
+        longmoe.fit(cfg, str(tmp_path / "run"))
+    rows = json.loads((tmp_path / "run" / "skipped_batches.json").read_text())
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(row["source_ids"] for row in rows)
