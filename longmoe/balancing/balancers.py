@@ -1,4 +1,5 @@
 """The balancers behind MoEConfig.balancer: what the router counts, and how a step's counts change the bias."""
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ class Loads(NamedTuple):
 Statistics = quantile.Statistics | Loads
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def route(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"],
           valid: Bool[Array, "B T"]) -> tuple[Int[Array, "B T K"], Statistics]:
     """Ids of each token's experts_per_token best experts by scores + bias, best first, and additive integer sums over the valid tokens."""

@@ -1,4 +1,5 @@
 """Attention Residuals: each sublayer reads a softmax-weighted sum over depth (Attention Residuals paper; Kimi K3 report eq. 8-10)."""
+import functools
 from collections.abc import Sequence
 
 import flax.linen as nn
@@ -9,6 +10,7 @@ from longmoe.configs import ModelConfig
 from longmoe.shapes import Array, Float, Hidden
 
 
+@functools.partial(jax.jit, static_argnames="eps")
 def mix(sources: Sequence[Hidden], query: Float[Array, "D"], scale: Float[Array, "D"], eps: float,
         skip_last: Array | None = None) -> tuple[Hidden, Float[Array, "B T S"]]:
     """sum_s p_s source_s with p = softmax over s of query . (scale * source_s / rms(source_s)), per token, in float32.

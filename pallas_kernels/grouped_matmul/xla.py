@@ -103,10 +103,12 @@ def _grouped_matmul(lhs, rhs, group_sizes, out_dtype):
     return _forward_loop(out, lhs, rhs, group_sizes) if out.size else out
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def _forward(lhs, rhs, group_sizes, out_dtype):
     return _grouped_matmul(lhs, rhs, group_sizes, out_dtype), (lhs, rhs, group_sizes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward(out_dtype, residuals, dout):
     lhs, rhs, group_sizes = residuals
     dlhs, drhs = (zeros_varying_like(x.shape, x.dtype, lhs, rhs, group_sizes, dout) for x in (lhs, rhs))

@@ -252,7 +252,9 @@ def _scan_groups(plan: Plan, q, k, v, g, beta, owner, state):
     return _join(o, batch, v.shape[-1]), state, saved
 
 
+# Each of the three is a jitted function of its own, so that a model's many layers trace and lower it once.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def chunked(plan: Plan, q, k, v, g, beta, initial_state, owner):
     """The operator on whole groups of chunks. q, k, v in the operands' dtype, g, beta and states in float32 (or all float64). -> o, final state."""
     state = initial_state.reshape(-1, *initial_state.shape[2:])
@@ -260,12 +262,14 @@ def chunked(plan: Plan, q, k, v, g, beta, initial_state, owner):
     return o.astype(v.dtype), state.reshape(initial_state.shape)
 
 
+@partial(jax.jit, static_argnums=0)
 def _chunked_forward(plan, q, k, v, g, beta, initial_state, owner):
     state = initial_state.reshape(-1, *initial_state.shape[2:])
     o, state, saved = _scan_groups(plan, q, k, v, g, beta, owner, state)
     return (o.astype(v.dtype), state.reshape(initial_state.shape)), (q, k, v, g, beta, owner, saved)
 
 
+@partial(jax.jit, static_argnums=0)
 def _chunked_backward(plan, residuals, cotangents):
     q, k, v, g, beta, owner, saved = residuals
     do, dfinal = cotangents
