@@ -101,6 +101,7 @@ def _train(cfg: TrainConfig, paths: RunPaths, checkpoints: Checkpoints, mesh: ja
         began = time.monotonic()
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
         progress.say(f"compiled in {time.monotonic() - began:.1f} s")
+        progress.begin()
         recorder.start()
         pending: _Pending | None = None
         for step in range(start + 1, cfg.steps + 1):

@@ -97,6 +97,11 @@ class ProgressDisplay:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.__exit__(kind, value, trace)
 
+    def begin(self) -> None:
+        """Time counts from here: called when compilation is over."""
+        self._began = self._said = time.monotonic()
+        self._bar.reset(self._task, completed=self._start, state="")
+
     def say(self, text: str) -> None:
         """A message that stays, such as "compiling"."""
         if self._live:

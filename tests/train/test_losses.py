@@ -49,6 +49,7 @@ def test_weight_zero_reaches_nothing(key):
 def test_whole_logits_never_exist(key):
     """No buffer of the compiled gradient is as large as [tokens, vocabulary]."""
     model, tokens, vocab = tiny_model(), 4096, 8192
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((1, tokens, D), jnp.float32), ((D, vocab), jnp.float32), ((1, tokens), jnp.int32), ((1, tokens), jnp.float32))]
+    kinds = (((1, tokens, D), jnp.float32), ((D, vocab), jnp.float32), ((1, tokens), jnp.int32), ((1, tokens), jnp.float32))
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
     grad = jax.jit(jax.grad(lambda h, w, t, m: chunked_cross_entropy(model, h, w, t, m, chunk=128)[0], (0, 1)))
     assert grad.lower(*shapes).compile().memory_analysis().temp_size_in_bytes < tokens * vocab * 4 / 4

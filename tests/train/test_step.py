@@ -46,7 +46,8 @@ def test_one_step_is_adamw_by_hand(case):
     rate = float(metrics["learning_rate"])
     np.testing.assert_allclose(rate, cfg.optim.learning_rate / cfg.optim.warmup_steps, rtol=1e-6)
     clip = min(1.0, cfg.optim.gradient_clip / norm)
-    for (path, old), new, g, mask in zip(jax.tree_util.tree_leaves_with_path(before.params), *map(jax.tree.leaves, (after.params, grads, decayed(before.params)))):
+    others = map(jax.tree.leaves, (after.params, grads, decayed(before.params)))
+    for (path, old), new, g, mask in zip(jax.tree_util.tree_leaves_with_path(before.params), *others):
         # In the first step Adam's corrected moments are the gradient and its square.
         g = np.asarray(g, np.float64) * clip
         want = old - rate * (g / (np.abs(g) + cfg.optim.eps) + cfg.optim.weight_decay * mask * old)

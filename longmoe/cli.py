@@ -1,0 +1,93 @@
+"""The command line: longmoe train PRESET | estimate PRESET | doctor.
+
+    longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
+    longmoe estimate kimi_k3 --data.sequence-length 65536
+    longmoe doctor
+
+Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
+"""
+import dataclasses
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import pallas_kernels
+from longmoe.configs import TrainConfig
+from longmoe.inference.planner import estimate
+from longmoe.presets import PRESETS
+from longmoe.train.loop import PACKAGES, fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(TrainConfig):
+    """Trains a preset; the same command again resumes."""
+    run_dir: str = ""
+    """Folder of the run: run.json, metrics.jsonl, log.txt, checkpoints/."""
+    fresh: bool = False
+    """Deletes what earlier runs wrote into the folder and starts over."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status: 0, or 2 for arguments that make no sense."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments else "help"
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor}
+    if command not in commands:
+        asked = command in ("help", "-h", "--help")
+        print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    try:
+        commands[command](arguments)
+    except ValueError as error:
+        print(f"longmoe {command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _preset(command: str, arguments: list[str]) -> TrainConfig:
+    name = arguments.pop(0) if arguments else ""
+    if name not in PRESETS:
+        raise ValueError(f"preset: got {name!r}, wanted one of {', '.join(PRESETS)}, as in `longmoe {command} nano`")
+    return PRESETS[name]()
+
+
+def _fields(cfg: TrainConfig) -> dict[str, Any]:
+    return {field.name: getattr(cfg, field.name) for field in dataclasses.fields(TrainConfig)}
+
+
+def _train(arguments: list[str]) -> None:
+    parsed = tyro.cli(Train, default=Train(**_fields(_preset("train", arguments))), args=arguments, prog="longmoe train PRESET")
+    if not parsed.run_dir:
+        raise ValueError("run_dir: got nothing, wanted a folder for the run, as in --run-dir runs/first")
+    fit(TrainConfig(**_fields(parsed)), parsed.run_dir, fresh=parsed.fresh)
+
+
+def _estimate(arguments: list[str]) -> None:
+    cfg = tyro.cli(TrainConfig, default=_preset("estimate", arguments), args=arguments, prog="longmoe estimate PRESET")
+    found = estimate(cfg)
+    table = Table("figure", "value")
+    rows = [("parameters", f"{found.total_params:,}"), ("active a token", f"{found.active_params:,}"),
+            (f"forward FLOPs a token at {cfg.data.sequence_length:,}", f"{found.flops_per_token:.3e}"),
+            ("training bytes a device", f"{found.bytes_per_device:,}"), ("cache bytes a token", f"{found.kv_bytes_per_token:,}"),
+            ("state bytes a sequence", f"{found.state_bytes_per_sequence:,}")]
+    for name, value in (*rows, *((f"  in {part}", f"{count:,}") for part, count in found.params_by_part.items())):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def _doctor(arguments: list[str]) -> None:
+    if arguments:
+        raise ValueError(f"doctor: got {' '.join(arguments)!r}, wanted no arguments")
+    for package in PACKAGES:
+        print(f"{package:20s}{importlib.metadata.version(package)}")
+    print(f"devices: {[device.device_kind for device in jax.devices()]}\n\n{pallas_kernels.kernel_report()}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
