@@ -63,7 +63,7 @@ def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -
 def apply_updates(cfg: TrainConfig, state: TrainState, grads: Any, stats: Any) -> tuple[TrainState, Metrics]:
     """One optimizer step and one solve of the balancer; where the gradients are not finite, the state with its step counted up and nothing else changed."""
     rate = learning_rate(cfg, state.step)
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     updates, opt_state = make_optimizer(cfg.optim).update(grads, state.opt_state, state.params)
     updates = jax.tree.map(lambda u: -rate * u, updates)
     params = jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), state.params, updates)
@@ -72,8 +72,8 @@ def apply_updates(cfg: TrainConfig, state: TrainState, grads: Any, stats: Any) -
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     new = state.replace(step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state),
                         router_state=keep(router_state, state.router_state))
-    metrics = dict(grad_norm=grad_norm, param_norm=optax.global_norm(new.params), learning_rate=rate,
-                   update_norm=jnp.where(finite, optax.global_norm(updates), 0), skipped=(~finite).astype(jnp.int32))
+    metrics = dict(grad_norm=grad_norm, param_norm=optax.tree.norm(new.params), learning_rate=rate,
+                   update_norm=jnp.where(finite, optax.tree.norm(updates), 0), skipped=(~finite).astype(jnp.int32))
     return new, metrics
 
 
