@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from longmoe.configs import DataConfig, KDAConfig, MLAConfig, ModelConfig, MoEConfig, OptimConfig, ResidualConfig, TrainConfig
 
-VOCAB = 61
+VOCAB = 62
 
 
 def tiny_model(**changes: Any) -> ModelConfig:
     model = ModelConfig(
         vocab_size=VOCAB, width=32, num_layers=8, mla_every=2, dense_dim=48, dtype="float32",
-        kda=KDAConfig(num_heads=2, head_dim=16), mla=MLAConfig(num_heads=2, q_lora_rank=12, kv_lora_rank=16, nope_dim=8, rope_dim=4, v_dim=8),
+        kda=KDAConfig(num_heads=2, head_dim=16), mla=MLAConfig(num_heads=2, q_lora_rank=16, kv_lora_rank=16, nope_dim=8, rope_dim=4, v_dim=8),
         moe=MoEConfig(num_experts=8, experts_per_token=2, latent_dim=16, expert_dim=24, num_shared_experts=1, shared_expert_dim=24),
         residual=ResidualConfig(block_size=4), init_std=0.05)
     return dataclasses.replace(model, **changes)

@@ -1,4 +1,5 @@
 """The language model: embedding, depth loop, head; its output, its variables and its caches."""
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,7 +104,12 @@ def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Arra
 
 def init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
     """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for."""
-    return jax.jit(LongMoE(model_config).init, compiler_options=RUN_ONCE)(key, jnp.zeros((1, 8), jnp.int32))
+    return _init_variables(model_config, key)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=RUN_ONCE)
+def _init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
+    return LongMoE(model_config).init(key, jnp.zeros((1, 8), jnp.int32))
 
 
 def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str, Any]:

@@ -64,4 +64,4 @@ def state_shardings(mesh: Mesh, state: TrainState) -> TrainState:
 def init_train_state(cfg: TrainConfig, mesh: Mesh, key: Array) -> TrainState:
     """A fresh state on `mesh`, made in place: no device ever holds what is not its own."""
     shapes = jax.eval_shape(lambda key: _init(cfg, key), key)
-    return jax.jit(lambda key: _init(cfg, key), out_shardings=state_shardings(mesh, shapes), compiler_options=RUN_ONCE)(key)
+    return jax.jit(_init, static_argnums=0, out_shardings=state_shardings(mesh, shapes), compiler_options=RUN_ONCE)(cfg, key)

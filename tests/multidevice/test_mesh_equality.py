@@ -78,5 +78,5 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"dimension \d is 36, wanted a multiple of 8"):
         abstract_train_state(cfg, make_mesh(MeshConfig(fsdp=8)))
     cfg = tiny_train(moe=dataclasses.replace(tiny_model().moe, num_experts=6))
-    with pytest.raises(ValueError, match="experts_gate_up.*is 6, wanted a multiple of 8"):
+    with pytest.raises(ValueError, match="experts_down.*is 6, wanted a multiple of 8"):
         abstract_train_state(cfg, make_mesh(MeshConfig(fsdp=1, expert=8)))
