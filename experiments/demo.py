@@ -49,7 +49,7 @@ console = Console(stderr=True, highlight=False)
 class Budget:
     """How much the demo does."""
 
-    steps: int = 600
+    steps: int = 800
     recall_steps: int = 200
     heldout_batches: int | None = None
     """Batches of the held-out pass; None is all of it."""
@@ -66,7 +66,7 @@ def text_config(corpus: Path, budget: Budget) -> TrainConfig:
     cfg = longmoe.presets.nano()
     return dataclasses.replace(
         cfg, steps=budget.steps, data=DataConfig(path=str(corpus), sequence_length=256, batch_size=4),
-        optim=dataclasses.replace(cfg.optim, learning_rate=6e-3, warmup_steps=min(40, budget.steps // 4)),
+        optim=dataclasses.replace(cfg.optim, warmup_steps=min(40, budget.steps // 4)),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=200, keep=1))
 
 
@@ -77,7 +77,7 @@ def recall_config(budget: Budget, num_pairs: int = 16) -> TrainConfig:
     return dataclasses.replace(
         cfg, steps=budget.recall_steps, model=model,
         data=DataConfig(task="associative_recall", num_pairs=num_pairs, sequence_length=recall_length(num_pairs), batch_size=64),
-        optim=dataclasses.replace(cfg.optim, learning_rate=6e-3, warmup_steps=min(20, budget.recall_steps // 4)),
+        optim=dataclasses.replace(cfg.optim, warmup_steps=min(20, budget.recall_steps // 4)),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=200, keep=1))
 
 

@@ -7,7 +7,6 @@
 Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
 """
 import dataclasses
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,7 @@ import pallas_kernels
 from longmoe.configs import TrainConfig
 from longmoe.inference.planner import estimate
 from longmoe.presets import PRESETS
-from longmoe.train.loop import PACKAGES, fit
+from longmoe.train.loop import PACKAGES, fit, installed_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +84,7 @@ def _doctor(arguments: list[str]) -> None:
     if arguments:
         raise ValueError(f"doctor: got {' '.join(arguments)!r}, wanted no arguments")
     for package in PACKAGES:
-        print(f"{package:20s}{importlib.metadata.version(package)}")
+        print(f"{package:20s}{installed_version(package) or 'from source'}")
     print(f"devices: {[device.device_kind for device in jax.devices()]}\n\n{pallas_kernels.kernel_report()}")
 
 

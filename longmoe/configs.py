@@ -224,7 +224,13 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW with linear warm-up and a cosine to final_learning_rate."""
+    """Muon for matrices or AdamW for all, with linear warm-up and a cosine to final_learning_rate."""
+    optimizer: Literal["muon", "adamw"] = "muon"
+    """muon: matrices by Muon, everything else (embedding, head, router, vectors) by AdamW; adamw: everything by AdamW."""
+    muon_rms: float = 0.2
+    """Root mean square of Muon's update before the learning rate: 0.2 lets Muon share AdamW's learning rate (Moonlight)."""
+    muon_momentum: float = 0.95
+    """Momentum of Muon, Nesterov's form."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     final_learning_rate: float = 3e-4
@@ -244,9 +250,9 @@ class OptimConfig:
     """Tokens whose logits exist at one time, per device group."""
 
     def __post_init__(self) -> None:
-        _positive(self, "learning_rate", "eps", "loss_chunk")
+        _positive(self, "learning_rate", "eps", "loss_chunk", "muon_rms")
         _check(self.warmup_steps >= 0, f"OptimConfig.warmup_steps: got {self.warmup_steps}, wanted 0 or more")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum"):
             _check(0 <= getattr(self, name) < 1, f"OptimConfig.{name}: got {getattr(self, name)}, wanted a number in [0, 1)")
         for name in ("weight_decay", "z_loss", "final_learning_rate"):
             _check(getattr(self, name) >= 0, f"OptimConfig.{name}: got {getattr(self, name)}, wanted 0 or more")

@@ -5,7 +5,7 @@ from longmoe.configs import DataConfig, KDAConfig, MeshConfig, MLAConfig, ModelC
 def nano() -> TrainConfig:
     """Two CPU cores, minutes: every part of the recipe at 2M parameters. For tests, notebooks and the demo."""
     model = ModelConfig(dtype="float32")
-    return TrainConfig(model=model)
+    return TrainConfig(model=model, optim=OptimConfig(learning_rate=6e-3, muon_rms=0.3))
 
 
 def small() -> TrainConfig:

@@ -20,9 +20,9 @@ def tiny_model(**changes: Any) -> ModelConfig:
     return dataclasses.replace(model, **changes)
 
 
-def tiny_train(*, accumulation_steps: int = 1, **changes: Any) -> TrainConfig:
+def tiny_train(*, accumulation_steps: int = 1, optimizer: str = "adamw", **changes: Any) -> TrainConfig:
     return TrainConfig(model=tiny_model(**changes), data=DataConfig(sequence_length=24, batch_size=8), steps=20, accumulation_steps=accumulation_steps,
-                       optim=OptimConfig(loss_chunk=40, warmup_steps=2))
+                       optim=OptimConfig(optimizer=optimizer, loss_chunk=40, warmup_steps=2))
 
 
 def batch_of(key: jax.Array, rows: int = 8, tokens: int = 24) -> dict[str, jax.Array]:

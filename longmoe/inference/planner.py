@@ -9,7 +9,7 @@ import numpy as np
 
 from longmoe.configs import ModelConfig, TrainConfig
 from longmoe.model.lm import LongMoE
-from longmoe.parallel.rules import path_name, spec_of
+from longmoe.parallel.rules import matrix_axes, path_name, spec_of
 
 KDA_CHUNK = 64
 
@@ -23,7 +23,8 @@ class Estimate:
     flops_per_token: float
     """Forward, averaged over the positions of a sequence of the config's length."""
     bytes_per_device: int
-    """TrainConfig: parameters, float32 gradients, Adam moments and each layer's saved input on one device of the mesh. ModelConfig: the parameters."""
+    """TrainConfig: parameters, float32 gradients, the optimizer's moments and each layer's saved input on one device of the mesh.
+    ModelConfig: the parameters."""
     kv_bytes_per_token: int
     """MLA cache over all layers, in the model's dtype."""
     state_bytes_per_sequence: int
@@ -79,7 +80,9 @@ def _training_bytes(cfg: TrainConfig, params: list[tuple[str, Any]]) -> int:
     axes = {name: max(size, 1) for name, size in dataclasses.asdict(cfg.mesh).items()}
     total = 0
     for name, leaf in params:
-        total += math.prod(leaf.shape) // _shards(name, axes) * (jnp.dtype(leaf.dtype).itemsize + 4 + 2 * jnp.dtype(leaf.dtype).itemsize)
+        itemsize = jnp.dtype(leaf.dtype).itemsize
+        moments = 1 if cfg.optim.optimizer == "muon" and matrix_axes(name) is not None else 2
+        total += math.prod(leaf.shape) // _shards(name, axes) * (itemsize + 4 + moments * itemsize)
     token_shards = axes["data"] * axes["fsdp"] * axes["expert"] * axes["context"]
     tokens = cfg.data.batch_size * cfg.data.sequence_length // cfg.accumulation_steps // token_shards
     return total + tokens * cfg.model.width * jnp.dtype(cfg.model.dtype).itemsize * cfg.model.num_layers

@@ -1,4 +1,4 @@
-"""How each parameter lies on the mesh: a table from parameter path to PartitionSpec, exactly one rule a parameter."""
+"""Tables by parameter path: how each parameter lies on the mesh, exactly one rule a parameter, and which of its axes are those of a matrix."""
 import math
 import re
 from typing import Any
@@ -37,6 +37,16 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"(.*/)?(attn|ffn|output)_residual/(query|scale)", WHOLE),
 )
 
+MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
+    (r".*/experts_gate_up", (1, 3)),
+    (r".*/experts_down", (1, 2)),
+    (r".*/mla/kv_b_proj", (0, 2)),
+    (r".*/(kda/(q|k|v|g|f_a|f_b|g_a|g_b|o)_proj|mla/(q_a|q_b|kv_a|g|o)_proj)/kernel", (0, 1)),
+    (r".*/((mlp|shared)/(gate|up|down)_proj|latent_(down|up))/kernel", (0, 1)),
+)
+"""Parameters that Muon takes, with the input and the output axis of a matrix: their other axes (experts, the gate and up halves, heads) count matrices.
+The router and beta's projection, whose rows are choices and scalars of heads, stay with AdamW."""
+
 
 def path_name(path: tuple[Any, ...]) -> str:
     """`layer_00/kda/q_proj/kernel` from a key path of jax.tree_util."""
@@ -54,6 +64,15 @@ def spec_of(name: str) -> PartitionSpec:
     if len(specs) != 1:
         raise ValueError(f"parameter {name!r}: {len(specs)} sharding rules match, wanted exactly 1")
     return PartitionSpec(None, *specs[0]) if is_stacked(name) else specs[0]
+
+
+def matrix_axes(name: str) -> tuple[int, int] | None:
+    """Input and output axis of the matrices in the parameter at this path; None for one that is no matrix to an optimizer."""
+    for pattern, axes in MATRICES:
+        if re.fullmatch(pattern, name):
+            # Scanned layers are one more axis, in front.
+            return axes[0] + is_stacked(name), axes[1] + is_stacked(name)
+    return None
 
 
 def param_shardings(mesh: Mesh, params: Any) -> Any:

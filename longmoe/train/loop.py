@@ -162,12 +162,13 @@ def _delete(paths: RunPaths) -> None:
 
 
 def _write_run_json(paths: RunPaths, cfg: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    record = dict(config=json.loads(to_json(cfg)), versions={name: _version(name) for name in PACKAGES}, commit=_commit(),
+    record = dict(config=json.loads(to_json(cfg)), versions={name: installed_version(name) for name in PACKAGES}, commit=_commit(),
                   device=jax.devices()[0].device_kind, mesh=dict(mesh.shape), kernels=pallas_kernels.kernel_report().splitlines())
     paths.run_json.write_text(json.dumps(record, indent=2))
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None for one that is not installed (this one, when it runs from its source tree)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -53,7 +53,7 @@ def assert_same(cfg, variables, got, want, bound=1e-6):
     assert rms_ratio(flat(got[1]), flat(want[1])) < bound
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got[1]), jax.tree.leaves(want[1])):
         if np.sqrt(np.mean(np.square(b))) > 1e-3 * np.sqrt(np.mean(np.square(flat(want[1])))):
-            assert rms_ratio(a, b) < 5 * bound, path
+            assert rms_ratio(a, b) < 10 * bound, path
     state, counts = variables["router_state"], [jax.tree.map(lambda s: s.load, x[2], is_leaf=lambda s: isinstance(s, tuple)) for x in (got, want)]
     jax.tree.map(np.testing.assert_array_equal, *counts)
     solved = [jax.tree.map(lambda bias, s: balancers.update(cfg.model.moe, s, bias), state, x[2]) for x in (got, want)]

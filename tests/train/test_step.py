@@ -13,7 +13,7 @@ from longmoe.balancing import balancers
 from longmoe.configs import MeshConfig, OptimConfig
 from longmoe.parallel.mesh import make_mesh
 from longmoe.parallel.rules import path_name
-from longmoe.train.optim import decayed, learning_rate
+from longmoe.train.optim import decayed, learning_rate, make_optimizer, optimizer_labels
 from longmoe.train.state import init_train_state
 from longmoe.train.step import accumulate, make_train_step
 
@@ -117,6 +117,22 @@ def test_learning_rate():
     rate = np.array([learning_rate(cfg, step) for step in range(101)])
     np.testing.assert_allclose(rate[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert (np.diff(rate[10:]) <= 1e-7).all() and rate[100] == pytest.approx(0.1) and rate[55] == pytest.approx(0.55, abs=0.01)
+
+
+def test_muon_takes_matrices_and_makes_them_orthogonal(key):
+    params = jax.eval_shape(longmoe.LongMoE(longmoe.presets.kimi_k3().model).init, key, jax.ShapeDtypeStruct((1, 4), jnp.int32))["params"]
+    labels = {path_name(path): label for path, label in jax.tree_util.tree_leaves_with_path(optimizer_labels(OptimConfig(), params))}
+    assert set(labels.values()) == {"muon", "adamw"} and set(jax.tree.leaves(optimizer_labels(OptimConfig(optimizer="adamw"), params))) == {"adamw"}
+    for name, label in labels.items():
+        vector = re.search(r"norm|residual|a_log|dt_bias|conv|embedding|lm_head|router|kda/b_proj", name)
+        assert (label == "adamw") == bool(vector), name
+    few = {"layers_04_12": {"step_0": {"moe": {"experts_gate_up": jax.random.normal(key, (2, 3, 8, 2, 5))}}}, "embedding": jnp.ones((4, 8))}
+    optim = OptimConfig(gradient_clip=None, weight_decay=0.0, muon_rms=0.5)
+    tx = make_optimizer(optim)
+    update = tx.update(few, tx.init(few), few)[0]["layers_04_12"]["step_0"]["moe"]["experts_gate_up"] / (0.5 * 8 ** 0.5)
+    for repeat, expert, half in np.ndindex(2, 3, 2):
+        singular = np.linalg.svd(update[repeat, expert, :, half], compute_uv=False)
+        assert (singular > 0.6).all() and (singular < 1.3).all()       # what five Newton-Schulz steps reach
 
 
 def test_decay_leaves_vectors_alone():
