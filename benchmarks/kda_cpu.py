@@ -50,6 +50,13 @@ def speed(repeats):
                                  forward=time_one(lambda x, run=run: run(**x), x, repeats),
                                  forward_backward=time_one(jax.grad(loss), x, repeats)))
                 print(json.dumps(rows[-1]), flush=True)
+        # The token recurrence, for scale. Its backward pass keeps a state a token, so only where that fits.
+        if shape.tokens <= 2048:
+            run = partial(kda, implementation="reference")
+            loss = lambda x, run=run: jnp.sum(run(**x)[0] * x["v"])
+            rows.append(dict(shape=name, **shape._asdict(), implementation="reference", forward=time_one(lambda x, run=run: run(**x), x, repeats),
+                             forward_backward=time_one(jax.grad(loss), x, repeats)))
+            print(json.dumps(rows[-1]), flush=True)
     return rows
 
 

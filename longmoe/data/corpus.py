@@ -18,9 +18,7 @@ from longmoe.data.token_folder import TokenFolder, read_token_folder, write_toke
 from longmoe.data.tokenizer import Tokenizer
 
 HELDOUT_PERCENT = 8
-# `encodings` is a seventh of the tokens and nearly all generated tables, each a near-copy of the next: held-out ones would test memory.
-_SKIPPED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "_bundled", "config-*",
-                    "encodings")
+_SKIPPED_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "_bundled", "config-*")
 _TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".toml", ".json", ".html", ".tex")
 _log = logging.getLogger(__name__)
 
