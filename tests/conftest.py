@@ -17,8 +17,9 @@ import pytest
 
 # Seconds on 2 idle cores, by room (the folder under tests/). "fast" is what `make test` runs, "slow" what `make check` adds.
 BUDGETS = {
-    "fast": {"pallas_kernels": 240, "model": 180, "train": 150, "inference": 90, "data": 30, "evaluation": 90, "balancing": 45, "oracle": 90},
-    "slow": {"pallas_kernels": 480, "model": 300, "train": 300},
+    "fast": {"pallas_kernels": 300, "model": 210, "train": 150, "inference": 120, "multidevice": 120, "top": 150, "data": 30, "evaluation": 60,
+             "balancing": 45, "oracle": 90},
+    "slow": {"pallas_kernels": 480, "multidevice": 480, "model": 300, "train": 300},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
 TEST_MINUTES = 15
