@@ -38,7 +38,7 @@ def corpus_section(folder: TokenFolder) -> Section:
     rows = [("split", "documents", "tokens", "bytes")]
     rows += [(name, *(f"{counts[k]:,}" for k in ("documents", "tokens", "bytes"))) for name, counts in folder.meta["splits"].items()]
     return Section("Corpus", [
-        f"{folder.meta['source']} ({', '.join(folder.meta['licences'])}), without tests and generated code tables, held out by whole file. "
+        f"{folder.meta['source']} ({', '.join(folder.meta['licences'])}), without its tests, held out by whole file. "
         f"The byte-level BPE of {folder.vocab_size:,} tokens was trained on the training files alone.", Table(rows)])
 
 
