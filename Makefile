@@ -43,6 +43,8 @@ h200: $(VENV)/.installed .h200/.installed
 smoke: $(VENV)/.installed
 	rm -rf build/smoke
 	$(PY) experiments/demo.py --smoke --run-dir build/smoke/demo
+	$(PY) experiments/longer_text.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/longer_text
+	$(PY) experiments/balancing.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/balancing
 
 wheel: $(VENV)/.installed
 	rm -rf build/wheel build/wheel-env
