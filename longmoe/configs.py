@@ -25,7 +25,7 @@ def _positive(config: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KDAConfig:
-    """Kimi Delta Attention (k3_architecture: KDA; Kimi K3 report eq. 1-6)."""
+    """Kimi Delta Attention (Kimi K3 report eq. 1-6)."""
     num_heads: int = 4
     """Heads H."""
     head_dim: int = 32

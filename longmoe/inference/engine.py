@@ -29,8 +29,7 @@ def generate(model: LongMoE, variables: Variables, prompt_tokens: Int[Array, "B 
     if lengths.shape != (batch,) or bool(jnp.any((lengths < 1) | (lengths > width))):
         raise ValueError(f"prompt_lengths: got {lengths.tolist()}, wanted {batch} numbers from 1 to {width}")
     key = jax.random.key(0) if key is None else key
-    run = functools.partial(_generate, model, max_new_tokens, temperature, top_k, top_p, eos_id)
-    return run(dict(variables), prompt_tokens, lengths, key)
+    return _generate(model, max_new_tokens, temperature, top_k, top_p, eos_id, dict(variables), prompt_tokens, lengths, key)
 
 
 @functools.partial(jax.jit, static_argnums=range(6))

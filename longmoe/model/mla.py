@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without positional encoding (k3_architecture: Gated MLA)."""
+"""Gated multi-head latent attention without positional encoding (Kimi K3 report)."""
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

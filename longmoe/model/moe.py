@@ -1,4 +1,4 @@
-"""Stable LatentMoE: routed experts in a latent space, RMSNorm after aggregation, shared experts at full width (k3_architecture: LatentMoE)."""
+"""Stable LatentMoE: routed experts in a latent space, RMSNorm after aggregation, shared experts at full width (Kimi K3 report)."""
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
