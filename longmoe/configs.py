@@ -91,11 +91,14 @@ class MoEConfig:
     """Factor on the combine weights (no effect under use_latent_norm, which removes it)."""
     balancer: Literal["quantile", "none"] = "quantile"
     """How expert_bias is updated once a step; none leaves it as it is."""
+    bias_ema: float = 0.0
+    """Share of the old bias in the new one (an average over steps, for small batches of few documents); 0 takes each step's own."""
 
     def __post_init__(self) -> None:
         _positive(self, "num_experts", "experts_per_token", "expert_dim", "routed_scale")
         _check(self.experts_per_token < self.num_experts,
                f"MoEConfig.experts_per_token: got {self.experts_per_token}, wanted less than num_experts={self.num_experts}")
+        _check(0 <= self.bias_ema < 1, f"MoEConfig.bias_ema: got {self.bias_ema}, wanted a number in [0, 1)")
         _check(self.num_shared_experts >= 0, f"MoEConfig.num_shared_experts: got {self.num_shared_experts}, wanted 0 or more")
         _check(self.latent_dim is None or self.latent_dim > 0,
                f"MoEConfig.latent_dim: got {self.latent_dim}, wanted None or a positive number")

@@ -37,5 +37,6 @@ def route(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"]
 def update(moe: MoEConfig, statistics: Statistics, bias: Float[Array, "*layers E"]) -> Float[Array, "*layers E"]:
     """The bias that the next step uses, from the whole step's statistics and the bias that they were taken under."""
     if moe.balancer == "quantile":
-        return quantile.solve(statistics, bias, moe.experts_per_token)
+        solved = quantile.solve(statistics, bias, moe.experts_per_token)
+        return moe.bias_ema * jax.lax.stop_gradient(bias) + (1 - moe.bias_ema) * solved if moe.bias_ema else solved
     return jax.lax.stop_gradient(bias)
