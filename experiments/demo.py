@@ -40,7 +40,7 @@ from longmoe.evaluation.text import (
     silence,
 )
 
-POSITION_EDGES = (0, 8, 32, 128, 256)
+POSITION_EDGES = (0, 8, 32, 128, 512)
 PROMPT = "def read_lines(path):\n"
 console = Console(stderr=True, highlight=False)
 
@@ -49,11 +49,11 @@ console = Console(stderr=True, highlight=False)
 class Budget:
     """How much the demo does."""
 
-    steps: int = 800
+    steps: int = 400
     recall_steps: int = 200
     heldout_batches: int | None = None
     """Batches of the held-out pass; None is all of it."""
-    ablation_batches: int = 16
+    ablation_batches: int = 8
     recall_batches: int = 8
     new_tokens: int = 160
 
@@ -62,10 +62,10 @@ SMOKE = Budget(steps=6, recall_steps=6, heldout_batches=2, ablation_batches=2, r
 
 
 def text_config(corpus: Path, budget: Budget) -> TrainConfig:
-    """The nano preset on packed text. Small batches: at this size, steps are worth more than tokens a step."""
+    """The nano preset on packed text."""
     cfg = longmoe.presets.nano()
     return dataclasses.replace(
-        cfg, steps=budget.steps, data=DataConfig(path=str(corpus), sequence_length=256, batch_size=4),
+        cfg, steps=budget.steps, data=DataConfig(path=str(corpus), sequence_length=512, batch_size=4),
         optim=dataclasses.replace(cfg.optim, warmup_steps=min(40, budget.steps // 4)),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=200, keep=1))
 
@@ -158,8 +158,8 @@ def acceptance(results: dict[str, Any], max_violation: Sequence[float]) -> list[
     rise = {mixer: nats / text["ablation_base"] - 1 for mixer, nats in text["silenced"].items()}
     return [
         ("held-out bits per byte", f"{text['bits_per_byte']:.3f}", f"under 2.2 (unigram {unigram:.3f}, bigram {bigram:.3f})"),
-        ("loss at positions 128+ of a document against 8-32", f"{gain(text['by_document_position']):.1%} lower", "at least 5% lower"),
-        ("the same for pieces cut anywhere in a document", f"{gain(text['by_context']):.1%} lower", "reported"),
+        ("loss at positions 128+ of a row against 8-32", f"{gain(text['by_context']):.1%} lower", "at least 5% lower"),
+        ("the same for rows that start with a file's first token", f"{gain(text['by_document_position']):.1%} lower", "reported"),
         ("loss with all KDA layers silenced", f"+{rise['kda']:.1%}", "over +10%"),
         ("loss with all MLA layers silenced", f"+{rise['mla']:.1%}", "reported"),
         ("recall of 16 pairs", f"{recall['accuracy']:.1%}", f"at least 90% (chance {recall['chance']:.2%})"),

@@ -147,6 +147,9 @@ class ModelConfig:
     """Epsilon of MLA's latent norms."""
     init_std: float = 0.02
     """Standard deviation of every linear layer and of the embedding at initialisation."""
+    init: Literal["normal", "mimetic"] = "normal"
+    """normal: every matrix drawn by itself (Kimi K3). mimetic: KDA starts as a memory from each token to the one after it, and the head reads what the
+    embedding wrote, so that a small model copies from its context within minutes (after Trockman et al., 2024, arXiv 2410.11135)."""
     kda: KDAConfig = KDAConfig()
     mla: MLAConfig = MLAConfig()
     moe: MoEConfig = MoEConfig()

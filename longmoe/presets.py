@@ -3,8 +3,11 @@ from longmoe.configs import DataConfig, KDAConfig, MeshConfig, MLAConfig, ModelC
 
 
 def nano() -> TrainConfig:
-    """Two CPU cores, minutes: every part of the recipe at 2M parameters. For tests, notebooks and the demo."""
-    model = ModelConfig(dtype="float32")
+    """Two CPU cores, minutes: every part of the recipe at 2M parameters. For tests, notebooks and the demo.
+
+    Starts mimetic, so that it uses its context within minutes; the bias of a step of few documents is averaged over steps.
+    """
+    model = ModelConfig(dtype="float32", init_std=0.04, init="mimetic", moe=MoEConfig(bias_ema=0.9))
     return TrainConfig(model=model, optim=OptimConfig(learning_rate=6e-3, muon_rms=0.3))
 
 

@@ -27,8 +27,24 @@ def init_conv(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
     return jax.random.uniform(key, shape, dtype, -shape[0] ** -0.5, shape[0] ** -0.5)
 
 
+MIMETIC_TAPS = {"q": -1, "k": -2, "v": -1}
+"""Tap that each mimetic convolution passes on: the key of a token is the query of the token before it, so a query finds what followed it last time."""
+MIMETIC_NOISE = 0.3
+
+
+def init_mimetic_conv(name: str) -> nn.initializers.Initializer:
+    """`init_conv` scaled by MIMETIC_NOISE, plus one at the tap of MIMETIC_TAPS that exists."""
+    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+        tap = max(MIMETIC_TAPS[name], -shape[0])
+        return (MIMETIC_NOISE * init_conv(key, shape, dtype)).at[tap].add(1)
+    return init
+
+
 class KDA(nn.Module):
-    """Token mixer with a recurrent state of fixed size."""
+    """Token mixer with a recurrent state of fixed size.
+
+    config.init "mimetic": keys start with the queries' projection and taps one token later, and the output projection as the transpose of the values'.
+    """
     config: ModelConfig
 
     @nn.compact
@@ -53,7 +69,7 @@ class KDA(nn.Module):
         else:
             o, state = pallas_kernels.kda(q, k, v, g, beta, initial_state=None if cache is None else cache.state, segment_ids=runs, **keywords)
         y = self._gated_norm(o, x).reshape(batch, tokens, -1)
-        y = linear(config, width, "o_proj")(y)
+        y = linear(config, width, "o_proj", self._mimetic("v_proj", transpose=True))(y)
         return y, None if cache is None else KDACache(conv=conv, state=state.astype(cache.state.dtype))
 
     def _convolved(self, x: Hidden, runs: Array | None, cache: KDACache | None) -> tuple[Array, Array, Array, Array | None]:
@@ -63,12 +79,20 @@ class KDA(nn.Module):
         histories = (None,) * 3 if cache is None else jnp.split(cache.conv, 3, axis=-1)
         outputs, after = [], []
         for name, history in zip("qkv", histories):
-            y = linear(config, features, f"{name}_proj")(x)
-            taps = self.param(f"{name}_conv", init_conv, (kda.conv_width, features), jnp.dtype(config.param_dtype))
+            y = linear(config, features, f"{name}_proj", self._mimetic("q_proj") if name == "k" else None)(x)
+            init = init_mimetic_conv(name) if config.init == "mimetic" else init_conv
+            taps = self.param(f"{name}_conv", init, (kda.conv_width, features), jnp.dtype(config.param_dtype))
             outputs.append(jax.nn.silu(causal_conv(y, taps, runs, history)))
             if cache is not None:
                 after.append(conv_history(y, kda.conv_width, runs, history))
         return *outputs, jnp.concatenate(after, axis=-1) if after else None
+
+    def _mimetic(self, name: str, transpose: bool = False) -> Array | None:
+        """While mimetic parameters are made, the kernel of an earlier linear layer to start from; otherwise None."""
+        if self.config.init != "mimetic" or not self.is_initializing():
+            return None
+        kernel = self.variables["params"][name]["kernel"]
+        return kernel.T if transpose else kernel
 
     def _gated_norm(self, o: Array, x: Hidden) -> Array:
         """RMSNorm over a head's channels, then the sigmoid gate from the layer's input."""

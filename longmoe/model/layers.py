@@ -12,10 +12,16 @@ def precision(config: ModelConfig) -> jax.lax.Precision:
     return jax.lax.Precision.DEFAULT if config.dtype == "bfloat16" else jax.lax.Precision.HIGHEST
 
 
-def linear(config: ModelConfig, features: int, name: str) -> nn.Dense:
-    """A linear layer without bias, normal initialisation, in the model's dtype."""
+def linear(config: ModelConfig, features: int, name: str, start: Array | None = None) -> nn.Dense:
+    """A linear layer without bias in the model's dtype; its kernel starts as `start` [in, features] where given, else normal."""
+    init = nn.initializers.normal(config.init_std) if start is None else start_from(start)
     return nn.Dense(features, use_bias=False, dtype=config.dtype, param_dtype=config.param_dtype, precision=precision(config),
-                    kernel_init=nn.initializers.normal(config.init_std), name=name)
+                    kernel_init=init, name=name)
+
+
+def start_from(value: Array) -> nn.initializers.Initializer:
+    """An initializer that gives `value`, whatever the key."""
+    return lambda key, shape, dtype=jnp.float32: jnp.broadcast_to(value, shape).astype(dtype)
 
 
 def float_dtype(config: ModelConfig) -> jnp.dtype:

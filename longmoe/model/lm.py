@@ -13,7 +13,7 @@ from longmoe.model.attn_residuals import DepthMix
 from longmoe.model.block import Depth, LayerAux, SuperBlock, mean_weights, remat_layer
 from longmoe.model.cache import init_layer_cache
 from longmoe.model.depth import Group, flat_plan, plan
-from longmoe.model.layers import RMSNorm, float_dtype, precision
+from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
 from longmoe.parallel.mesh import constrain
 from longmoe.shapes import Array, Float, Hidden, SegmentIds, Tokens
 from pallas_kernels import document_runs
@@ -64,7 +64,8 @@ class LongMoE(nn.Module):
                 depth, auxiliaries[group.name] = run(group, depth, runs, None if cache is None else cache[group.name], return_depth_weights)
         h, output_weights = self._output(depth, runs)
         hidden = RMSNorm(config, config.norm_eps, name="final_norm")(h)
-        head = self.param("lm_head", nn.initializers.normal(config.init_std), (config.width, config.vocab_size), jnp.dtype(config.param_dtype))
+        head_init = start_from(table.T) if config.init == "mimetic" else nn.initializers.normal(config.init_std)
+        head = self.param("lm_head", head_init, (config.width, config.vocab_size), jnp.dtype(config.param_dtype))
         weights = _depth_weights(config, auxiliaries, output_weights) if return_depth_weights and config.residual.kind != "plain" else None
         return ModelOutput(
             logits=None if return_hidden else project(config, hidden, head), hidden=hidden if return_hidden else None,
