@@ -1,4 +1,4 @@
-"""The command line: longmoe train PRESET | data build OUT | data inspect | estimate PRESET | doctor.
+"""The command line: longmoe train PRESET | estimate PRESET | doctor | data build OUT | data inspect.
 
     longmoe data build data/mine --text path/to/files
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 for arguments that make no sense."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "data": data_command.main, "estimate": _estimate, "doctor": _doctor}
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)

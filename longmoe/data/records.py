@@ -277,13 +277,13 @@ class ParquetRows(_Shards):
 
     def _read_table(self, parquet: Any, file: Path) -> Any:
         try:
-            with parquet.ParquetFile(file) as opened:
-                names = opened.schema_arrow.names
-                if self._field != WHOLE_RECORD and self._field not in names:
-                    raise _no_field(str(file), self._field, names)
-                return opened.read(columns=None if self._field == WHOLE_RECORD else [self._field])
-        except (OSError, EOFError) as error:   # ArrowInvalid is a ValueError of its own
-            raise ValueError(f"path: {file} cannot be read ({error})") from error
+            names = parquet.read_schema(file).names
+            if self._field == WHOLE_RECORD or self._field in names:
+                with parquet.ParquetFile(file) as opened:
+                    return opened.read(columns=None if self._field == WHOLE_RECORD else [self._field])
+        except (OSError, EOFError, ValueError) as error:   # the library's own errors are among these
+            raise ValueError(f"path: {file} cannot be read as Parquet ({error})") from error
+        raise _no_field(str(file), self._field, names)
 
     def read(self, index: int) -> Any:
         shard, row = self._locate(index)

@@ -30,6 +30,7 @@ class Tokenizer:
         self._backend.no_padding()
         self.end_of_document: str = found[0]
         self.eos_id: int = backend.token_to_id(found[0])
+        self._is_bytes = backend.get_vocab(with_added_tokens=False) == _BYTE_VOCABULARY and backend.normalizer is None
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = ()) -> "Tokenizer":
@@ -48,8 +49,7 @@ class Tokenizer:
     @classmethod
     def of_bytes(cls, special_tokens: Sequence[str] = ()) -> "Tokenizer":
         """A byte is its own id, 256 ends a document, `special_tokens` follow."""
-        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-        backend = _byte_level(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        backend = _byte_level(tokenizers.models.BPE(vocab=_BYTE_VOCABULARY, merges=[]))
         backend.add_special_tokens([END_OF_DOCUMENT, *special_tokens])
         return cls(backend)
 
@@ -92,6 +92,8 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """As `encode`, texts in parallel on all cores."""
+        if self._is_bytes:   # what the library would give, a hundred times as fast
+            return [list(text.encode()) for text in texts]
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -139,6 +141,9 @@ def _byte_characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(_BYTE_ALPHABET) if byte not in printable]
     return [chr(byte) if byte in printable else chr(_BYTE_ALPHABET + others.index(byte)) for byte in range(_BYTE_ALPHABET)]
+
+
+_BYTE_VOCABULARY = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
 def _utf8_length(spelling: str) -> int:

@@ -24,9 +24,8 @@ def test_any_text_survives_and_never_makes_a_special_token(tokenizer, text):
 
 
 def test_bytes_are_their_own_ids():
-    assert BYTES.encode("aé\n") == list("aé\n".encode()) and BYTES.eos_id == 256 and BYTES.vocab_size == 257 + len(CHAT_TOKENS)
-    everything = bytes(range(128)).decode()
-    assert BYTES.encode(everything) == list(range(128))
+    text = bytes(range(128)).decode() + "".join(map(chr, range(128, 900))) + "😀"
+    assert BYTES.encode(text) == list(text.encode()) and BYTES.eos_id == 256 and BYTES.vocab_size == 257 + len(CHAT_TOKENS)
     assert load_tokenizer("bytes").fingerprint == BYTES.fingerprint != TRAINED.fingerprint
 
 
@@ -36,6 +35,10 @@ def test_a_saved_tokenizer_is_the_same(tokenizer, tmp_path):
     again = load_tokenizer(str(tmp_path))
     assert again.fingerprint == tokenizer.fingerprint and again.special_ids == tokenizer.special_ids
     assert [again.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
+    # The library itself reads the file in the same way.
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    library.encode_special_tokens = True
+    assert [library.encode(text).ids for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert again.token(again.special_ids["<|end|>"]) == "<|end|>" and again.decode([again.eos_id]) == ""
 
 
