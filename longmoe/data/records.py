@@ -186,9 +186,12 @@ class JsonLines:
         if _is_packed(file):
             line = os.pread(self._unpacked.fileno(), size, start)
         else:
-            with open(file, "rb") as stream:
-                stream.seek(start)
-                line = stream.read(size)
+            try:
+                with open(file, "rb") as stream:
+                    stream.seek(start)
+                    line = stream.read(size)
+            except OSError as error:
+                raise ValueError(f"path: {file} cannot be read ({error.strerror})") from error
         return parse_json(line, f"{file}:{self._line_numbers[index]}")
 
 

@@ -109,8 +109,11 @@ class Contents:
         return self._records.name(self.kept[position])
 
     def content(self, position: int) -> Any:
-        """A string, or a list of messages."""
-        return self._content(self.kept[position])
+        """A string, or a list of messages. ValueError when it is no longer what it was when the source was opened."""
+        content = self._content(self.kept[position])
+        if _digest(content) != self._digests[position]:
+            raise ValueError(f"path: {self._config.path}: {self.name(position)} has changed since the source was opened; leave the files of a run as they are")
+        return content
 
     def fingerprint(self, positions: Sequence[int], *more: str) -> str:
         """SHA-256 over the names and contents of the documents at `positions`, and `more`."""
@@ -130,14 +133,20 @@ class Contents:
                 check_messages(content, where, spelled_out=spelled_out)
                 if not any(m["role"] == "assistant" for m in content):
                     return "nothing by the assistant", b""
-                return "", hashlib.sha256(json.dumps([[m["role"], m["content"]] for m in content], ensure_ascii=False).encode()).digest()
+                return "", _digest(content)
             if content is None or content == [] or isinstance(content, str) and not content.strip():
                 return "empty", b""
             if not isinstance(content, str):
                 raise ValueError(f"{where}: got {type(content).__name__} in the field {content_field(self._config)!r}, wanted text")
-            return "", hashlib.sha256(content.encode()).digest()
-        except (Undecodable, UnicodeEncodeError):   # JSON can spell half a surrogate pair, which no UTF-8 holds
+            return "", _digest(content)
+        except (Undecodable, UnicodeEncodeError):
             return "not UTF-8", b""
+
+
+def _digest(content: Any) -> bytes:
+    """SHA-256 of a text or of a conversation. UnicodeEncodeError for half a surrogate pair, which JSON can spell and no UTF-8 holds."""
+    text = content if isinstance(content, str) else json.dumps([[m["role"], m["content"]] for m in content], ensure_ascii=False)
+    return hashlib.sha256(text.encode()).digest()
 
 
 class RecordDocuments:

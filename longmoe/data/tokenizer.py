@@ -66,7 +66,7 @@ class Tokenizer:
     def save(self, path: str | Path) -> None:
         self._backend.save(str(path), pretty=False)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, so that it is the least size of a model's embedding."""
         return max(self._backend.get_vocab_size(), 1 + max(self._backend.get_vocab().values()))

@@ -196,6 +196,18 @@ def test_whole_records_as_text(tmp_path):
     assert sorted(contents(source).values()) == sorted(TEXTS) and open_one(source).left_out == {"not UTF-8": 1}
 
 
+def test_a_file_that_changes_under_a_run_is_not_read_as_another_document(tmp_path):
+    source = write("jsonl", tmp_path, TEXTS)
+    documents = open_one(source).documents
+    documents.document(0)
+    Path(source.path).write_text(Path(source.path).read_text().replace("document", "Document"))
+    with pytest.raises(ValueError, match="made.jsonl:1 has changed since the source was opened"):
+        documents.document(0)
+    Path(source.path).unlink()
+    with pytest.raises(ValueError, match="made.jsonl cannot be read"):
+        documents.document(0)
+
+
 def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "argparse.py").write_text("x = 1")
     with pytest.raises(ValueError, match=r"has no document in the split 'heldout' \(documents are held out by a hash of their name\)"):
