@@ -239,6 +239,9 @@ class SourceConfig:
         _check(self.content == "text" or self.kind not in ("token_folder", "text"),
                f"SourceConfig.content: got {self.content!r} with kind {self.kind!r}, wanted 'text'; conversations come from records (jsonl, parquet, ...), "
                "and a token folder holds its own masks")
+        for name, kinds in (("field", ("jsonl", "parquet", "array_record", "hugging_face")), ("suffixes", ("text", "jsonl", "parquet", "array_record"))):
+            _check(not getattr(self, name) or self.kind in kinds,
+                   f"SourceConfig.{name}: got {getattr(self, name)!r} with kind {self.kind!r}, which has none; wanted it left empty")
 
     @property
     def label(self) -> str:

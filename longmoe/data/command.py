@@ -12,6 +12,7 @@ data flags would train on: counts a source, licences, and rows as text with what
 import argparse
 import dataclasses
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,8 +87,9 @@ def _build(arguments: list[str]) -> None:
     parser.add_argument("--tokenizer", default="", help='"bytes", a tokenizer.json or a token folder, in place of training a BPE')
     parser.add_argument("--name", default="", help="name of the corpus (default: that of its sources)")
     args = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     content = "messages" if args.messages else "text"
-    flagged = [SourceConfig(kind=kind, path=path, content=content, field=args.field, licence=", ".join(args.licence))
+    flagged = [SourceConfig(kind=kind, path=path, content=content, field=args.field if kind != "text" else "", licence=", ".join(args.licence))
                for kind in _KINDS for path in getattr(args, kind)]
     if args.sources and flagged:
         raise ValueError(f"sources: got {args.sources} beside {', '.join(s.path for s in flagged)}, wanted one of the two; list all in the file")

@@ -118,6 +118,7 @@ def default_corpus(vocab_size: int = 4096) -> TokenFolder:
 def _build(out: str | Path, parts: Sequence[_Part], tokenizer: Tokenizer | None, *, vocab_size: int, name: str, source: str,
            licences: Sequence[str]) -> TokenFolder:
     if tokenizer is None:
+        _log.info("training a tokenizer of %d tokens", vocab_size)
         special = CHAT_TOKENS if any(part.messages for part in parts) else ()
         tokenizer = Tokenizer.train(_training_texts(parts), vocab_size, special)
     built_from = [{"name": part.config.label, "kind": part.config.kind, "licence": part.config.licence, "documents": len(part.contents),
@@ -141,6 +142,7 @@ def _training_texts(parts: Sequence[_Part]) -> Iterator[str]:
 
 def _encoded(parts: Sequence[_Part], split: str, tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
     for part in parts:
+        _log.info("encoding %s, %s", part.config.label, split)
         waiting: list[tuple[str, Any]] = []
         size = 0
         for position in part.positions(split):

@@ -182,7 +182,10 @@ def source_configs(config: DataConfig) -> tuple[SourceConfig, ...]:
 
 
 def open_sources(config: DataConfig, split: str) -> tuple[Source, ...]:
-    """Opens and checks every source of task text. ValueError names what is wrong, and in which source."""
+    """Opens and checks every source of task text. A source of which nothing is held out takes no part in "heldout", if another does.
+
+    ValueError names what is wrong, and in which source.
+    """
     if split not in SPLITS:
         raise ValueError(f"split: got {split!r}, wanted one of {', '.join(SPLITS)}")
     wanted = source_configs(config)
@@ -190,6 +193,9 @@ def open_sources(config: DataConfig, split: str) -> tuple[Source, ...]:
     tokenizer = _common_tokenizer(config, wanted, folders)
     sources = tuple(_open(c, folders.get(c.label), tokenizer, split) for c in wanted)
     empty = [source.name for source in sources if not len(source.documents)]
+    if split == "heldout" and empty and len(empty) < len(sources):
+        _log.warning("nothing of %s is held out: it takes no part in the held-out pass", ", ".join(empty))
+        return tuple(source for source in sources if len(source.documents))
     if empty:
         raise ValueError(f"sources: {', '.join(empty)} has no document in the split {split!r} (documents are held out by a hash of their name); "
                          "wanted at least one, so add documents to it")

@@ -66,7 +66,9 @@ def test_mistakes_are_said(arguments, says, capsys):
     ({}, "holds dict"), ([], "at least one source"), (["a"], "sources[0]: got 'a', wanted an object"), ([{"path": "a", "wait": 1}], "unknown fields ['wait']"),
     ([{"path": "a", "kind": "josnl"}], "SourceConfig.kind: got 'josnl'"), ([{"path": "a", "weight": "2"}], "SourceConfig.weight: got '2'"),
     ([{"path": "a/x"}, {"path": "b/x"}], "got ['x'] more than once"), ([{"path": "a", "weight": 0}], "no weight above 0"),
-    ([{"kind": "jsonl"}], "SourceConfig.path: got nothing"), ([{"kind": "text", "path": "a", "content": "messages"}], "conversations come from records")])
+    ([{"kind": "jsonl"}], "SourceConfig.path: got nothing"), ([{"kind": "text", "path": "a", "content": "messages"}], "conversations come from records"),
+    ([{"kind": "text", "path": "a", "field": "b"}], "SourceConfig.field: got 'b' with kind 'text'"),
+    ([{"path": "a", "suffixes": [".x"]}], "SourceConfig.suffixes: got ('.x',)")])
 def test_bad_lists_of_sources(listed, says, tmp_path, capsys):
     (tmp_path / "mix.json").write_text(json.dumps(listed))
     assert main(["data", "inspect", "--sources", str(tmp_path / "mix.json")]) == 2

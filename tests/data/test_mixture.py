@@ -222,7 +222,8 @@ loader = make_loader(DataConfig(path={str(folder.path)!r}, sequence_length=32, b
 print([int(next(loader)[0]["tokens"].sum()) for _ in range(3)])
 for changes, kind in ((dict(workers=2), "token_folder"), ({{}}, "parquet"), ({{}}, "hugging_face"), ({{}}, "array_record")):
     try:
-        source = SourceConfig(kind=kind, path={str(folder.path)!r}, suffixes=(".json",))
+        suffixes = (".json",) if kind in ("parquet", "array_record") else ()
+        source = SourceConfig(kind=kind, path={str(folder.path)!r}, suffixes=suffixes)
         next(make_loader(DataConfig(sources=(source,), tokenizer={str(folder.path)!r}, prefetch=0, **changes), seed=0))
     except ValueError as error:
         print(error)

@@ -212,6 +212,9 @@ def test_a_split_without_documents_is_refused(tmp_path):
     (tmp_path / "argparse.py").write_text("x = 1")
     with pytest.raises(ValueError, match=r"has no document in the split 'heldout' \(documents are held out by a hash of their name\)"):
         open_one(SourceConfig(kind="text", path=str(tmp_path)), "heldout")
+    sources = (SourceConfig(kind="text", path=str(tmp_path)), write("jsonl", _fresh(tmp_path), TEXTS))
+    assert [s.name for s in open_sources(DataConfig(sources=sources, tokenizer="bytes"), "heldout")] == ["made"]
+    assert len(open_sources(DataConfig(sources=sources, tokenizer="bytes"), "train")) == 2
 
 
 def test_text_needs_a_tokenizer(tmp_path):
