@@ -1,10 +1,13 @@
-"""The command line: longmoe train PRESET | estimate PRESET | doctor.
+"""The command line: longmoe train PRESET | estimate PRESET | doctor | data build OUT | data inspect.
 
+    longmoe data build data/mine --text path/to/files
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
+    longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
     longmoe estimate kimi_k3 --data.sequence-length 65536
     longmoe doctor
 
 Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
+`longmoe data --help` says more of the data commands.
 """
 import dataclasses
 import sys
@@ -18,6 +21,7 @@ from rich.table import Table
 
 import pallas_kernels
 from longmoe.configs import TrainConfig
+from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
 from longmoe.presets import PRESETS
 from longmoe.train.loop import PACKAGES, fit, installed_version
@@ -36,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 for arguments that make no sense."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor}
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)
@@ -53,7 +57,9 @@ def _preset(command: str, arguments: list[str]) -> TrainConfig:
     name = arguments.pop(0) if arguments else ""
     if name not in PRESETS:
         raise ValueError(f"preset: got {name!r}, wanted one of {', '.join(PRESETS)}, as in `longmoe {command} nano`")
-    return PRESETS[name]()
+    cfg = PRESETS[name]()
+    sources = data_command.take_sources(arguments, "--data.sources")
+    return cfg if sources is None else dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=sources))
 
 
 def _fields(cfg: TrainConfig) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Text corpora as token folders, the packer, the loader and the synthetic tasks. NumPy only at run time."""
+"""Sources of documents, the mixture, the packer, the loader and the synthetic tasks. Token folders need NumPy and tokenizers only."""

@@ -5,67 +5,98 @@ end-of-document token before the first. A row holds pieces of documents one afte
 A document that does not fit in what is left of a row is cut there and goes on at the start of the same lane's next row,
 where the model starts it from an empty state; its first input there is the true token before the cut.
 
-Lanes. Rows are dealt to the lanes in turn, and a lane that has finished its document takes the next one of the epoch's order.
+Lanes. Rows are dealt to the lanes in turn, and a lane that has finished its document takes the mixture's next one.
 With one lane, rows follow in reading order. With many, a batch mixes many documents, neighbouring batches differ, and a very
 long document takes no more than its lane's share of any stretch of training.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from longmoe.data.token_folder import Split
+from longmoe.data.mixture import Mixture
+from longmoe.data.sources import Document
 
 PADDING_SOURCE = -1
 
 
-class Packer:
-    """Fills batches of rows from `split`; `state()` and `restore()` give and take everything that it remembers.
+@dataclasses.dataclass
+class _Piece:
+    """The rest of a document, from token `offset` on."""
 
-    order(epoch) -> int [documents], the order of that epoch. With `repeat` the epochs follow one another without end and
-    no row is ever padded; without it there is one epoch, and what is left of the last rows is padding.
+    source: int
+    index: int
+    offset: int
+    document: Document
+
+
+class Packer:
+    """Fills batches of rows from `mixture`; `state()` and `restore()` give and take everything that both remember.
+
+    A mixture without end never pads a row; at the end of a single pass, what is left of the last rows is padding.
     """
 
-    def __init__(self, split: Split, *, sequence_length: int, batch_size: int, num_lanes: int,
-                 order: Callable[[int], np.ndarray], repeat: bool):
+    def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, num_lanes: int):
         if num_lanes < 1:
             raise ValueError(f"num_lanes: got {num_lanes}, wanted at least 1")
-        self._split, self._length, self._rows = split, sequence_length, batch_size
-        self._order_of, self._repeat = order, repeat
-        self._epoch, self._next = 0, 0
-        self._order = order(0)
-        self._waiting: list[list[int]] = []                             # [document, offset] that no lane holds yet
-        self._lanes: list[list[int] | None] = [None] * num_lanes
+        self._mixture, self._length, self._rows = mixture, sequence_length, batch_size
+        self._eos_id = mixture.sources[0].documents.eos_id
+        sizes = [len(source.documents) for source in mixture.sources]
+        self._first_ids = np.cumsum([0, *sizes])
+        if self._first_ids[-1] >= 2**31:
+            raise ValueError(f"sources: got {self._first_ids[-1]:,} documents in all, wanted less than 2**31, which source_ids can hold")
+        self._tokens = [0] * len(sizes)                                 # targets given out, by source
+        self._waiting: list[_Piece] = []                                # pieces that no lane holds yet
+        self._lanes: list[_Piece | None] = [None] * num_lanes
         self._turn = 0                                                  # the lane of the next row
 
     def state(self) -> dict[str, Any]:
-        """JSON-plain: epoch, place in its order, the lane whose turn it is, and each lane's [document, offset] ([-1, 0] if idle)."""
-        return {"epoch": self._epoch, "next": self._next, "turn": self._turn, "lanes": [list(lane or (-1, 0)) for lane in self._lanes],
-                "waiting": [list(piece) for piece in self._waiting]}
+        """JSON-plain.
+
+        sources: name -> the mixture's state and the tokens given out. lanes: each lane's [source, document, offset], None if idle.
+        waiting: as lanes, for documents that a loader with more lanes left open. turn: the lane of the next row.
+        """
+        names = [source.name for source in self._mixture.sources]
+        plain = lambda piece: piece and [names[piece.source], piece.index, piece.offset]
+        cursors = self._mixture.state()
+        return {"sources": {name: {**cursors[name], "tokens": count} for name, count in zip(names, self._tokens)},
+                "lanes": [plain(piece) for piece in self._lanes], "waiting": [plain(piece) for piece in self._waiting], "turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a state of the same split. Rows, their length and the number of lanes may differ: open documents are finished."""
-        pieces = [[int(d), int(offset)] for d, offset in [*state["lanes"], *state["waiting"]]]
-        for document, offset in pieces:
-            if document >= len(self._split) or (document >= 0 and not 0 <= offset < len(self._split.document(document))):
-                raise ValueError(f"state: got document {document} at token {offset}, which this split of {len(self._split)} "
-                                 "documents does not have; the state belongs to other data")
-        self._epoch, self._next = int(state["epoch"]), int(state["next"])
-        self._order = self._order_of(self._epoch)
+        """Takes a state of the same sources. Weights, rows, their length and the number of lanes may differ: open documents are finished."""
+        self._mixture.restore(state["sources"])
+        names = [source.name for source in self._mixture.sources]
+        self._tokens = [int(state["sources"].get(name, {"tokens": 0})["tokens"]) for name in names]
+        pieces = [piece and self._open(names.index(piece[0]), int(piece[1]), int(piece[2])) for piece in [*state["lanes"], *state["waiting"]]]
         count = len(self._lanes)
-        self._lanes = [piece if piece[0] >= 0 else None for piece in pieces[:count]]
-        self._lanes += [None] * (count - len(self._lanes))
-        self._waiting = [piece for piece in pieces[count:] if piece[0] >= 0]
+        self._lanes = [*pieces[:count], *[None] * (count - len(pieces))]
+        self._waiting = [piece for piece in pieces[count:] if piece]
         self._turn = int(state["turn"]) % count
+
+    def _open(self, source: int, index: int, offset: int) -> _Piece:
+        documents = self._mixture.sources[source].documents
+        document = documents.document(index) if 0 <= index < len(documents) else None
+        if document is None or not 0 <= offset < len(document.tokens):
+            raise ValueError(f"state: got document {index} at token {offset}, which source {self._mixture.sources[source].name!r} of {len(documents)} "
+                             "documents does not have; the state belongs to other data")
+        return _Piece(source, index, offset, document)
+
+    def locate(self, source_id: int) -> tuple[str, str]:
+        """(source, document) by name, of a number in a batch's source_ids."""
+        source = int(np.searchsorted(self._first_ids, source_id, side="right")) - 1
+        found = self._mixture.sources[source]
+        return found.name, found.documents.document_name(source_id - int(self._first_ids[source]))
 
     def next_batch(self) -> dict[str, np.ndarray] | None:
         """tokens, targets, segment_ids, source_ids int32 and loss_weights float32, all [B, T]; None when no document is left.
 
-        segment_ids count 1, 2, ... along a row, 0 is padding; source_ids are document indices of the split, -1 for padding.
+        segment_ids count 1, 2, ... along a row, 0 is padding; source_ids number the documents of all sources in the order they are listed
+        (`locate` names them), -1 for padding; loss_weights are the documents' own, 0 for padding.
         """
         shape = (self._rows, self._length)
-        batch = {"tokens": np.full(shape, self._split.eos_id, np.int32), "targets": np.full(shape, self._split.eos_id, np.int32),
+        batch = {"tokens": np.full(shape, self._eos_id, np.int32), "targets": np.full(shape, self._eos_id, np.int32),
                  "loss_weights": np.zeros(shape, np.float32), "segment_ids": np.zeros(shape, np.int32),
                  "source_ids": np.full(shape, PADDING_SOURCE, np.int32)}
         for row in range(self._rows):
@@ -88,26 +119,23 @@ class Packer:
             piece = self._lanes[lane] or self._take()
             if piece is None:
                 return
-            document, offset = piece
-            stored = self._split.document(document)
-            count = min(self._length - filled, len(stored) - offset)
+            stored, weights = piece.document
+            offset, count = piece.offset, min(self._length - filled, len(stored) - piece.offset)
             here, segment = slice(filled, filled + count), segment + 1
             row["targets"][here] = stored[offset:offset + count]
-            row["tokens"][here] = _inputs(stored, offset, count, self._split.eos_id)
-            row["loss_weights"][here], row["segment_ids"][here], row["source_ids"][here] = 1.0, segment, document
+            row["tokens"][here] = _inputs(stored, offset, count, self._eos_id)
+            row["loss_weights"][here] = 1.0 if weights is None else weights[offset:offset + count]
+            row["segment_ids"][here], row["source_ids"][here] = segment, self._first_ids[piece.source] + piece.index
             filled += count
-            self._lanes[lane] = [document, offset + count] if offset + count < len(stored) else None
+            self._tokens[piece.source] += count
+            piece.offset += count
+            self._lanes[lane] = piece if piece.offset < len(stored) else None
 
-    def _take(self) -> list[int] | None:
+    def _take(self) -> _Piece | None:
         if self._waiting:
             return self._waiting.pop(0)
-        if self._next == len(self._order):
-            if not self._repeat:
-                return None
-            self._epoch, self._next = self._epoch + 1, 0
-            self._order = self._order_of(self._epoch)
-        self._next += 1
-        return [int(self._order[self._next - 1]), 0]
+        found = self._mixture.take()
+        return found and _Piece(found[0], found[1], 0, found[2])
 
 
 def _inputs(stored: np.ndarray, offset: int, count: int, eos_id: int) -> np.ndarray:

@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from longmoe.data.corpus import build_corpus, is_held_out, main, read_documents, stdlib_documents
+from longmoe.configs import SourceConfig
+from longmoe.data.corpus import build_corpus, build_token_folder, stdlib_contents
+from longmoe.data.hashing import is_held_out
 from longmoe.data.token_folder import read_token_folder
-from longmoe.data.tokenizer import Tokenizer
 
 
 def test_stdlib_has_no_tests_and_no_installed_packages():
-    names = [name for name, _ in stdlib_documents()]
+    contents = stdlib_contents()
+    names = [contents.name(i) for i in range(len(contents))]
     assert names == sorted(names) and len(names) > 300 and "argparse.py" in names
     unwanted = {"test", "tests", "idle_test", "site-packages", "__pycache__"}
     assert not [n for n in names if unwanted & set(n.split("/")[:-1])]
-    assert (Path(sysconfig.get_paths()["stdlib"]) / names[0]).is_file()
+    assert (Path(sysconfig.get_paths()["stdlib"]) / names[0]).read_text() == contents.content(0)
 
 
 def test_held_out_files_are_fixed_by_name_and_disjoint(folder, documents):
@@ -23,16 +25,6 @@ def test_held_out_files_are_fixed_by_name_and_disjoint(folder, documents):
     assert held_out == {name for name, _ in documents if is_held_out(name)}
     assert not held_out & set(folder.train.names)
     assert [is_held_out(n) for n in ("turtle.py", "argparse.py", "statistics.py")] == [True, False, True]
-
-
-def test_reading_skips_copies_empty_and_other_encodings(tmp_path):
-    for name, data in {"b.py": b"x = 1\r\n", "copy.py": b"x = 1\r\n", "empty.py": b" \n", "latin.py": b"\xe9", "a/t.py": b"y", "test/z.py": b"z",
-                       "data.bin": b"w", "config-3.12-linux/s.py": b"s"}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    assert read_documents(tmp_path, skipped_folders=("test", "config-*")) == [("a/t.py", "y"), ("b.py", "x = 1\n")]
-    with pytest.raises(ValueError, match="no folder"):
-        read_documents(tmp_path / "missing")
 
 
 def test_the_same_text_gives_the_same_folder(folder, documents, tmp_path):
@@ -50,27 +42,41 @@ def test_documents_come_back_as_text(folder, documents):
         assert folder.tokenizer.bytes_per_token()[split.tokens].sum() == split.num_bytes
 
 
-def test_any_text_survives_the_tokenizer():
-    tokenizer = Tokenizer.train(["some plain text"], 300)
-    for text in ("", "naïve café ☃ 😀\n\t  x", "<|endoftext|> inside, twice <|endoftext|>", "\x00\x7f"):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text and tokenizer.eos_id not in ids
-        assert tokenizer.bytes_per_token()[ids].sum() == len(text.encode()) if ids else text == ""
+def test_a_folder_is_built_of_several_sources_and_says_what_it_left_out(documents, tmp_path):
+    (tmp_path / "files").mkdir()
+    for number in range(30):
+        (tmp_path / "files" / f"{number}.txt").write_text(f"text {number} " + documents[number][1])
+    (tmp_path / "files" / "other.bin").write_bytes(b"x")
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "yes " + documents[n][1]}]} for n in range(40)]
+    (tmp_path / "talk.jsonl").write_text("\n".join(map(json.dumps, [*rows, rows[3]])))
+    folder = build_token_folder(tmp_path / "out", [
+        SourceConfig(kind="text", path=str(tmp_path / "files"), licence="MIT"),
+        SourceConfig(kind="jsonl", path=str(tmp_path / "talk.jsonl"), content="messages", licence="CC0-1.0")], vocab_size=300)
+    assert folder.meta["licences"] == ["MIT", "CC0-1.0"]
+    assert [(b["name"], b["documents"], b["left_out"]) for b in folder.meta["built_from"]] == [
+        ("files", 30, {"other suffix": 1}), ("talk.jsonl", 40, {"copy of an earlier one": 1})]
+    names = [*folder.train.names, *folder.heldout.names]
+    assert len(names) == len(set(names)) == 70 and {name.split("/")[0] for name in names} == {"files", "talk.jsonl"}
+    # The same documents are held out as when the sources are mixed without a folder, where names carry no prefix.
+    assert all(is_held_out(name.split("/", 1)[1]) for name in folder.heldout.names)
+    for index, name in enumerate(folder.train.names):
+        weights = folder.train.document_weights(index)
+        assert (weights.all() if name.startswith("files") else 0 < weights.mean() < 1), name
+    assert folder.train.num_bytes + folder.heldout.num_bytes == sum(len(f"text {n} {documents[n][1]}") for n in range(30)) + sum(
+        len(m["content"]) for row in rows for m in row["messages"])
 
 
-def test_tokenizer_refuses():
-    with pytest.raises(ValueError, match="vocab_size: got 256"):
-        Tokenizer.train(["x"], 256)
-    with pytest.raises(ValueError, match="cannot read"):
-        Tokenizer.load("/nowhere/tokenizer.json")
-
-
-def test_command_line_reads_a_folder_of_text(documents, tmp_path, capsys):
-    (tmp_path / "text").mkdir()
-    for name, text in documents:
-        (tmp_path / "text" / name.replace("/", "_")).write_text(text)
-    main([str(tmp_path / "out"), "--text", str(tmp_path / "text"), "--vocab-size", "280", "--licence", "MIT"])
-    assert read_token_folder(tmp_path / "out").meta["licences"] == ["MIT"] and "heldout:" in capsys.readouterr().out
+def test_building_refuses(tmp_path, folder):
+    with pytest.raises(ValueError, match="got corpus of kind token_folder"):
+        build_token_folder(tmp_path / "out", [SourceConfig(path=str(folder.path), name="corpus")])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("do not lose me")
+    with pytest.raises(ValueError, match="exists and is no token folder"):
+        build_corpus(tmp_path / "mine", [(f"{n}.py", f"text {n}") for n in range(40)], vocab_size=280, name="x", source="x", licences=[])
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "do not lose me"
+    with pytest.raises(ValueError, match="no document for 'heldout'"):
+        build_corpus(tmp_path / "out", [("argparse.py", "x = 1")], vocab_size=280, name="x", source="x", licences=[])
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 @pytest.fixture

@@ -6,28 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_sources import EOS, all_batches, equal, make_packer, make_source, make_split
 
 from longmoe.configs import DataConfig
 from longmoe.data.hashing import permutation, random_bits
 from longmoe.data.loader import make_loader
-from longmoe.data.packing import Packer
-from longmoe.data.token_folder import Split
-
-EOS = 0
-
-
-def make_split(lengths) -> Split:
-    """Documents of the given stored lengths; document d holds 1000 d + 1, 1000 d + 2, ... and the end-of-document token."""
-    parts = [[1000 * d + i for i in range(1, n)] + [EOS] for d, n in enumerate(lengths, start=1)]
-    return Split(np.concatenate(parts).astype(np.uint16), np.cumsum([0, *lengths]), [str(d) for d in range(len(lengths))], EOS, 0)
-
-
-def make_packer(split, length, rows, lanes, repeat=False) -> Packer:
-    return Packer(split, sequence_length=length, batch_size=rows, num_lanes=lanes, order=lambda e: permutation(len(split), 3, e), repeat=repeat)
-
-
-def all_batches(packer) -> list[dict[str, np.ndarray]]:
-    return list(iter(packer.next_batch, None))
 
 
 @settings(max_examples=60, deadline=None)
@@ -35,7 +18,7 @@ def all_batches(packer) -> list[dict[str, np.ndarray]]:
 def test_every_stored_token_is_a_target_once_after_its_true_predecessor(lengths, length, rows, lanes):
     split = make_split(lengths)
     seen = []
-    for batch in all_batches(make_packer(split, length, rows, lanes)):
+    for batch in all_batches(make_packer([make_source(lengths)], length, rows, lanes)):
         used = batch["segment_ids"] > 0
         np.testing.assert_array_equal(batch["loss_weights"], used.astype(np.float32))
         np.testing.assert_array_equal(batch["source_ids"] >= 0, used)
@@ -58,7 +41,7 @@ def check_row(split, tokens, targets, segments, sources):
 
 
 def test_a_long_document_goes_on_in_the_next_row_of_its_lane():
-    batches = all_batches(make_packer(make_split([20, 20]), 8, 2, 2))
+    batches = all_batches(make_packer([make_source([20, 20])], 8, 2, 2))
     for first, second in itertools.pairwise(batches):
         open_rows = (first["targets"][:, -1] != EOS) & (first["segment_ids"][:, -1] > 0)
         np.testing.assert_array_equal(first["source_ids"][open_rows, -1], second["source_ids"][open_rows, 0])
@@ -66,7 +49,7 @@ def test_a_long_document_goes_on_in_the_next_row_of_its_lane():
 
 
 def test_a_very_long_document_takes_its_lane_s_share():
-    packer = make_packer(make_split([400] + [20] * 200), 8, 2, 8, repeat=True)
+    packer = make_packer([make_source([400] + [20] * 200)], 8, 2, 8, repeat=True)
     sources = np.stack([packer.next_batch()["source_ids"] for _ in range(160)])
     start = int(np.flatnonzero((sources == 0).any(axis=(1, 2)))[0])
     assert 0 < (sources[start:start + 40] == 0).mean() <= 1 / 8 + 0.02
@@ -79,7 +62,7 @@ def test_repeating_rows_are_never_padded_and_epochs_differ(folder):
         assert (batch["segment_ids"] > 0).all() and all(a.shape == (4, 32) for a in batch.values())
         assert {a.dtype.name for a in batch.values()} == {"int32", "float32"}
         opened += batch["source_ids"][(batch["tokens"] == folder.train.eos_id)].tolist()
-        if state["packer"]["epoch"] == 2:
+        if state["packer"]["sources"]["corpus"]["epoch"] == 2:
             break
     count = len(folder.train)
     first, second = opened[:count], opened[count:2 * count]
@@ -103,12 +86,6 @@ def config(folder, **changes) -> DataConfig:
     return dataclasses.replace(DataConfig(path=str(folder.path), sequence_length=32, batch_size=4), **changes)
 
 
-def equal(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name])
-
-
 @pytest.mark.parametrize("split, task", [("train", "text"), ("heldout", "text"), ("train", "associative_recall"), ("heldout", "associative_recall")])
 def test_resume_is_exact_at_every_step(folder, split, task):
     cfg = config(folder, task=task, sequence_length=48, num_pairs=8)
@@ -124,11 +101,11 @@ def test_resume_is_exact_at_every_step(folder, split, task):
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=10), st.integers(0, 4), st.sampled_from([(8, 4, 4), (16, 2, 2), (5, 6, 4), (64, 1, 1), (8, 3, 7)]))
 def test_no_token_is_lost_or_repeated_when_rows_change(lengths, steps, after):
-    split = make_split(lengths)
-    first = make_packer(split, 8, 4, 4)
+    split, sources = make_split(lengths), [make_source(lengths)]
+    first = make_packer(sources, 8, 4, 4)
     batches = [b for b in (first.next_batch() for _ in range(steps)) if b is not None]
     length, rows, lanes = after
-    second = make_packer(split, length, rows, lanes)
+    second = make_packer(sources, length, rows, lanes)
     second.restore(json.loads(json.dumps(first.state())))
     batches += all_batches(second)
     seen = sorted((s, t) for b in batches for s, t in zip(b["source_ids"].ravel(), b["targets"].ravel()) if s >= 0)
@@ -143,16 +120,20 @@ def test_held_out_pass_is_finite_and_in_order(folder):
     assert (np.diff(sources[sources >= 0]) >= 0).all()
 
 
-def test_another_run_state_is_refused(folder, tmp_path):
+def test_another_run_state_is_refused(folder):
     cfg = config(folder)
     _, state = next(make_loader(cfg, seed=0))
     for change, says in (({"seed": 1}, "seed"), ({"split": "heldout"}, "split")):
         with pytest.raises(ValueError, match=f"state: it was saved with {says}"):
             make_loader(cfg, **({"seed": 0, "state": state} | change))
-    with pytest.raises(ValueError, match="fingerprint"):
-        make_loader(cfg, seed=0, state={**state, "fingerprint": "another"})
-    with pytest.raises(ValueError, match="belongs to other data"):
-        make_loader(cfg, seed=0, state={**state, "packer": {**state["packer"], "lanes": [[10**6, 0]] * 4}})
+    packer = state["packer"]
+    cursor = packer["sources"]["corpus"]
+    for change, says in (({"sources": {"corpus": {**cursor, "fingerprint": "another"}}}, "'corpus' was saved with fingerprint another"),
+                         ({"sources": {"corpus": {**cursor, "next": 10**6}}}, "belongs to other data"),
+                         ({"lanes": [["corpus", 10**6, 0]] * 4}, "belongs to other data"), ({"lanes": [["corpus", 0, 10**6]]}, "belongs to other data"),
+                         ({"sources": {"corpus": cursor, "web": cursor}}, "lacks web; list every source")):
+        with pytest.raises(ValueError, match=says):
+            make_loader(cfg, seed=0, state={**state, "packer": {**packer, **change}})
 
 
 def test_the_model_must_hold_all_tokens(folder):
