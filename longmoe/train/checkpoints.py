@@ -150,8 +150,8 @@ def _sweep(directory: epath.Path) -> None:
         raise ValueError(f"{directory}: got steps {', '.join(sorted((path.name for path in cut_off), key=int))} without {manifest.NAME}, wanted one in each; "
                          "put the manifests back, or delete the folder to start over")
     for path in sorted((*cut_off, *scratch), key=lambda path: path.name):
-        _log.info("step %s is not complete: its save or its deletion was cut off; going on %s", path.name.split(".")[0],
-                  f"from step {complete[-1]}" if complete else "from the beginning")
+        _log.info("step %s is not complete, its save or its deletion was cut off: stepping over it to %s", path.name.split(".")[0],
+                  f"step {complete[-1]}, the newest complete one" if complete else "the beginning")
         path.rmtree()
 
 

@@ -14,7 +14,7 @@ from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
 from longmoe.train.checkpoints import Checkpoints, delete_checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
-from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, write_run_json
+from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, write_run_json
 from longmoe.train.signals import StopSignals
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
 from longmoe.train.step import KEYS, make_train_step
@@ -34,16 +34,22 @@ def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resum
     deletes what earlier runs wrote there and starts anew.
 
     SIGTERM, or SIGINT once, saves after the step that runs and raises Stopped, a SystemExit with status 0 (in the main thread only).
-    Raises ValueError for a checkpoint of another config, a damaged one, or data that changed; OSError for one that cannot be written; RuntimeError after
-    cfg.max_skipped_steps steps in a row whose gradients were not finite (skipped_batches.json then holds their source ids).
+    Raises ValueError for a checkpoint of another config, a damaged one, data that changed, or a folder where another process trains; OSError for a
+    checkpoint that cannot be written; RuntimeError after cfg.max_skipped_steps steps in a row whose gradients were not finite (skipped_batches.json then
+    holds their source ids).
     """
     if fresh and resume_from is not None:
         raise ValueError(f"resume_from: got {resume_from} with fresh=True, wanted one of the two: fresh deletes every checkpoint")
     paths = RunPaths(epath.Path(run_dir))
-    if fresh:
-        _delete(paths)
     paths.root.mkdir(parents=True, exist_ok=True)
-    with StopSignals() as signals, GrowingFiles(paths) as files:
+    with StopSignals() as signals, only_writer(paths.root):
+        if fresh:
+            _delete(paths)
+        return _fit(cfg, paths, signals, resume_from)
+
+
+def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: int | None) -> Fitted:
+    with GrowingFiles(paths) as files:
         log = open_log(files.log)
         if not is_local(paths.root):
             log.info("%s cannot be appended to: metrics.jsonl and log.txt grow in %s and are copied at each checkpoint", paths.root, files.log.parent)

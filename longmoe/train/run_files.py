@@ -3,13 +3,17 @@
 A run directory is any path that `etils.epath` takes. metrics.jsonl and log.txt grow line by line, which object stores (gs://, s3://) cannot do: there they
 are kept in a local folder and copied over before each checkpoint and at the end.
 """
+import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -76,6 +80,26 @@ class GrowingFiles:
         for here, there in self._copies.items():
             if here.exists():
                 there.write_text(here.read_text())
+
+
+@contextlib.contextmanager
+def only_writer(root: epath.Path) -> Iterator[None]:
+    """Holds a local run directory against a second process, which would delete checkpoints under the first one's hands.
+
+    The lock goes with the process, however it ends. ValueError when another one holds it. Object stores have no locks.
+    """
+    if not is_local(root):
+        yield
+        return
+    # A record lock (not flock): worker processes of the data do not inherit it, so it cannot outlive a run that was killed.
+    with open(root / "lock", "w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"run_dir: got {root}, where another process is training; wait for it, end it, or use another folder") from error
+        except OSError as error:
+            logging.getLogger("longmoe").warning("%s: this file system has no locks (%s); do not start a second run there", root, error)
+        yield
 
 
 def is_local(path: epath.PathLike) -> bool:
