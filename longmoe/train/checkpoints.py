@@ -6,9 +6,11 @@
     checkpoints/STEP/manifest.json  written last (`longmoe.train.manifest`): a step without it is not complete
 """
 import dataclasses
+import errno
 import json
 import logging
 import re
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -152,7 +154,19 @@ def _sweep(directory: epath.Path) -> None:
     for path in sorted((*cut_off, *scratch), key=lambda path: path.name):
         _log.info("step %s is not complete, its save or its deletion was cut off: stepping over it to %s", path.name.split(".")[0],
                   f"step {complete[-1]}, the newest complete one" if complete else "the beginning")
-        path.rmtree()
+        _remove(path)
+
+
+def _remove(folder: epath.Path) -> None:
+    # In the process whose save has just failed, Orbax's threads may still be writing into the folder.
+    for _ in range(50):
+        try:
+            return folder.rmtree()
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY:
+                raise
+            time.sleep(0.1)
+    folder.rmtree()
 
 
 def _check_whole(directory: epath.Path, step: int, steps: list[int], parts: tuple[str, ...] | None = None) -> None:

@@ -53,6 +53,8 @@ def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: i
         log = open_log(files.log)
         if not is_local(paths.root):
             log.info("%s cannot be appended to: metrics.jsonl and log.txt grow in %s and are copied at each checkpoint", paths.root, files.log.parent)
+        if not signals.in_main_thread:
+            log.info("not in the main thread: SIGTERM and SIGINT will not save the run's state")
         with Checkpoints(paths.checkpoints, cfg.checkpoint) as checkpoints:
             mesh = make_mesh(cfg.mesh)
             state, data_state = _begin(cfg, checkpoints, mesh, resume_from)

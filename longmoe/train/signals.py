@@ -1,5 +1,4 @@
 """Signals that end a run early and lose nothing: SIGTERM (how Slurm and the clouds announce preemption) and SIGINT (Ctrl-C)."""
-import logging
 import os
 import signal
 import threading
@@ -19,18 +18,16 @@ class StopSignals:
     """While entered, SIGTERM and SIGINT only set `received`, for the loop to see after the step that runs; a second SIGINT interrupts at once.
 
     Leaving raises Stopped if a signal came and nothing else was raised. A signal that the process ignores stays ignored. Python has signal handlers in its
-    main thread only: in another thread nothing is installed, the process's own handlers stand, and the log says so.
+    main thread only: in another thread nothing is installed and the process's own handlers stand; `in_main_thread` is False then.
     """
 
     def __init__(self) -> None:
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is not threading.main_thread():
-            logging.getLogger("longmoe").info("not in the main thread: SIGTERM and SIGINT will not save the run's state")
-            return self
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT) if self.in_main_thread else ():
             if signal.getsignal(number) != signal.SIG_IGN:
                 # None means a handler that was not installed from Python and cannot be put back.
                 self._previous[number] = signal.signal(number, self._receive) or signal.SIG_DFL
