@@ -87,7 +87,8 @@ class Checkpoints:
         arguments = {name: ocp.args.StandardSave(part) for name, part in _parts(state).items()}
         before = self.steps()
         try:
-            self._manager.save(step, args=ocp.args.Composite(**arguments, record=ocp.args.JsonSave(record)))
+            # force: the loop has decided that it is time to save.
+            self._manager.save(step, args=ocp.args.Composite(**arguments, record=ocp.args.JsonSave(record)), force=True)
             self._manager.wait_until_finished()
             manifest.write_manifest(self._directory / str(step), step)
         except Exception as error:                                      # Orbax passes on tensorstore's errors, of several classes
@@ -122,7 +123,8 @@ class Checkpoints:
     def _discard(self, step: int) -> None:
         # From here on the step is not complete, however far the deletion gets.
         (self._directory / str(step) / manifest.NAME).unlink()
-        self._manager.delete(step)
+        _remove(self._directory / str(step))
+        self._manager.reload()
 
 
 def complete_steps(directory: epath.Path) -> list[int]:

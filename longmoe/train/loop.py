@@ -110,7 +110,7 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
             state, metrics = step_fn(state, {name: batch[name] for name in KEYS})
             applied = data_state
             previous, pending = pending, _Pending(step, metrics, int(np.sum(batch["segment_ids"] > 0)), batch["source_ids"])
-            if step < cfg.steps:
+            if step < cfg.steps and not signals.received:
                 batch, data_state = next(loader)
             # The device is at work on this step: the metrics of the one before are ready.
             if previous is not None:

@@ -1,4 +1,5 @@
 """Signals that end a run early and lose nothing: SIGTERM (how Slurm and the clouds announce preemption) and SIGINT (Ctrl-C)."""
+import contextlib
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.in_main_thread = threading.current_thread() is threading.main_thread()
+        self._process = os.getpid()
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -40,9 +42,15 @@ class StopSignals:
             raise Stopped(self.received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A process forked from the run (a data worker): the run decides when it ends, which it may do by SIGTERM.
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+            return
         if self.received is None:
             self.received = signal.Signals(number)
             if signal.SIGINT in self._previous:
                 signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
             # Not through logging or print: their buffers may be in the middle of a write.
-            os.write(2, f"\n{self.received.name}: saving after this step; SIGINT now interrupts at once\n".encode())
+            with contextlib.suppress(OSError):                          # standard error may be closed
+                os.write(2, f"\n{self.received.name}: saving after this step; SIGINT now interrupts at once\n".encode())

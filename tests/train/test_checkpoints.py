@@ -15,6 +15,7 @@ from tiny_config import tiny_train
 
 import longmoe
 from longmoe.configs import CheckpointConfig, MeshConfig
+from longmoe.train import checkpoints as checkpoints_module
 from longmoe.train import manifest
 from longmoe.train.checkpoints import Checkpoints, complete_steps, delete_checkpoints
 from longmoe.train.state import TrainState, init_train_state
@@ -198,6 +199,14 @@ def test_a_damaged_step_is_refused_by_name(saved, harm):
         assert_same(restore(saved, 2)[0], made_up(2))
 
 
+@pytest.mark.parametrize("file", ["commit_success.txt", "_CHECKPOINT_METADATA", "model/_METADATA"])
+def test_a_damaged_old_step_stands_in_nobodys_way(saved, file):
+    (saved / "2" / file).unlink(missing_ok=True)
+    assert_same(restore(saved, 4)[0], made_up(4))
+    save(saved, 6, keep=1)
+    assert complete_steps(epath.Path(saved)) == [6]
+
+
 def test_another_config_is_refused_and_other_changes_are_logged(saved, caplog):
     other = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, eps=1e-6))
     with pytest.raises(ValueError, match=r"another config \(optim.eps: saved 1e-08, now 1e-06\)"):
@@ -226,7 +235,7 @@ def test_a_kill_inside_a_save_loses_that_step_at_most(tmp_path, monkeypatch, mom
         elif moment == "before the old one goes":
             patch.setattr(Checkpoints, "_discard", killed)
         else:
-            patch.setattr(ocp.CheckpointManager, "delete", lambda self, step: ((tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink(), killed()))
+            patch.setattr(checkpoints_module, "_remove", lambda folder: ((folder / "_CHECKPOINT_METADATA").unlink(), killed()))
         save(tmp_path, 3, keep=1)
     completed = moment in ("before the old one goes", "inside the deletion")
     with caplog.at_level(logging.INFO, "longmoe"), Checkpoints(epath.Path(tmp_path), CheckpointConfig(keep=1)) as checkpoints:
