@@ -146,17 +146,24 @@ def _step_folders(directory: epath.Path) -> list[epath.Path]:
 
 
 def _sweep(directory: epath.Path) -> None:
-    """Deletes steps without a manifest. Kills leave at most one of them where no complete step is: more of them have lost their manifests elsewhere."""
+    """Deletes steps without a manifest, where a complete step is. Where none is, kills leave at most one: it is put aside, not deleted, because it may also
+    be a checkpoint that has lost its manifest on the way here; more of them surely have."""
     complete = complete_steps(directory)
-    cut_off = [path for path in _step_folders(directory) if not manifest.is_complete(path)]
-    scratch = [path for path in directory.iterdir() if re.match(r"\d+\.orbax-checkpoint-tmp", path.name)]
+    cut_off = sorted((path for path in _step_folders(directory) if not manifest.is_complete(path)), key=lambda path: int(path.name))
     if not complete and len(cut_off) > 1:
-        raise ValueError(f"{directory}: got steps {', '.join(sorted((path.name for path in cut_off), key=int))} without {manifest.NAME}, wanted one in each; "
+        raise ValueError(f"{directory}: got steps {', '.join(path.name for path in cut_off)} without {manifest.NAME}, wanted one in each; "
                          "put the manifests back, or delete the folder to start over")
-    for path in sorted((*cut_off, *scratch), key=lambda path: path.name):
-        _log.info("step %s is not complete, its save or its deletion was cut off: stepping over it to %s", path.name.split(".")[0],
-                  f"step {complete[-1]}, the newest complete one" if complete else "the beginning")
-        _remove(path)
+    goal = f"step {complete[-1]}, the newest complete one" if complete else "the beginning"
+    for path in (*cut_off, *(path for path in directory.iterdir() if re.match(r"\d+\.orbax-checkpoint-tmp", path.name))):
+        _log.info("step %s is not complete, its save or its deletion was cut off: stepping over it to %s", path.name.split(".")[0], goal)
+        if complete or path not in cut_off:
+            _remove(path)
+        else:
+            aside = directory / f"without-manifest-{path.name}"
+            if aside.exists():
+                _remove(aside)
+            path.rename(aside)
+            _log.info("it was put aside as %s; delete it if this run was killed in its first save", aside)
 
 
 def _remove(folder: epath.Path) -> None:

@@ -248,13 +248,16 @@ def test_a_kill_inside_a_save_loses_that_step_at_most(tmp_path, monkeypatch, mom
     assert ("step 3 is not complete" in caplog.text and "stepping over it to step 2" in caplog.text) == (not completed)
 
 
-def test_a_kill_inside_the_first_save_starts_over(tmp_path, monkeypatch, caplog):
-    save(tmp_path, 2)
-    (tmp_path / "2" / manifest.NAME).unlink()
-    with caplog.at_level(logging.INFO, "longmoe"), Checkpoints(epath.Path(tmp_path), CheckpointConfig()) as checkpoints:
-        assert checkpoints.steps() == [] and list(tmp_path.iterdir()) == []
-        checkpoints.save(2, made_up(2), {}, CFG)
-    assert "stepping over it to the beginning" in caplog.text
+def test_a_kill_inside_the_first_save_starts_over(tmp_path, caplog):
+    """Twice. The folder is put aside: it looks like a checkpoint whose manifest was lost."""
+    for _ in range(2):
+        save(tmp_path, 2)
+        (tmp_path / "2" / manifest.NAME).unlink()
+        with caplog.at_level(logging.INFO, "longmoe"), Checkpoints(epath.Path(tmp_path), CheckpointConfig()) as checkpoints:
+            assert checkpoints.steps() == [] and [path.name for path in tmp_path.iterdir()] == ["without-manifest-2"]
+        assert "stepping over it to the beginning" in caplog.text and "put aside as" in caplog.text
+    save(tmp_path, 2, 4, keep=1)
+    assert complete_steps(epath.Path(tmp_path)) == [4]
 
 
 def test_lost_manifests_are_no_reason_to_delete_checkpoints(saved):
@@ -304,19 +307,20 @@ def test_later_steps_are_dropped_and_may_be_saved_again(saved):
 
 def test_load_checkpoint_reads_the_model_alone(tmp_path):
     """The router's state comes with the parameters; the optimizer's files may even be damaged."""
+    cfg = tiny_train(num_layers=2)
     mesh = longmoe.make_mesh(MeshConfig(), jax.devices()[:1])
-    state = init_train_state(CFG, mesh, jax.random.key(3))
+    state = init_train_state(cfg, mesh, jax.random.key(3))
     state = state.replace(router_state=jax.tree.map(lambda x: x + 0.25, state.router_state))
     with pytest.raises(ValueError, match="run_dir: got .* which has no complete checkpoint"):
         longmoe.load_checkpoint(tmp_path)
     assert list(tmp_path.iterdir()) == []
     with Checkpoints(epath.Path(tmp_path / "checkpoints"), CheckpointConfig(keep=2)) as checkpoints:
         for step in (1, 2):
-            checkpoints.save(step, state.replace(step=jnp.int32(step)), {}, CFG)
+            checkpoints.save(step, state.replace(step=jnp.int32(step)), {}, cfg)
     path = largest(tmp_path / "checkpoints" / "2" / "training")
     path.write_bytes(bytes(path.stat().st_size))
     config, variables = longmoe.load_checkpoint(tmp_path)
-    assert config == CFG and set(variables) == {"params", "router_state"}
+    assert config == cfg and set(variables) == {"params", "router_state"}
     jax.tree.map(np.testing.assert_array_equal, variables, {"params": state.params, "router_state": state.router_state})
     assert len(jax.tree.leaves(variables["params"])[0].sharding.device_set) == 1
     with pytest.raises(ValueError, match="step: got 3, wanted a complete checkpoint of .*: steps 1, 2"):

@@ -234,3 +234,15 @@ def test_the_command_line(muon, text, tmp_path, capsys, monkeypatch):
     assert json.loads((run / "run.json").read_text())["config"]["steps"] == STEPS
     monkeypatch.setattr(longmoe.cli, "fit", lambda *_, **__: (_ for _ in ()).throw(OSError("6: the checkpoint could not be written")))
     assert main(command) == 1 and "longmoe train: 6: the checkpoint could not be written" in capsys.readouterr().err
+
+
+def test_a_forked_worker_leaves_sigint_to_the_run_and_ends_by_sigterm():
+    """A data worker inherits the handlers; Ctrl-C reaches it together with the run, which still needs its batches."""
+    script = ("import os, signal, time\nfrom longmoe.train.signals import StopSignals\n"
+              "with StopSignals() as signals:\n"
+              "    worker = os.fork()\n"
+              "    if not worker: time.sleep(60); os._exit(0)\n"
+              "    os.kill(worker, signal.SIGINT); time.sleep(0.3); alive = os.waitpid(worker, os.WNOHANG) == (0, 0)\n"
+              "    os.kill(worker, signal.SIGTERM)\n"
+              "    print(alive, os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), signals.received)")
+    assert subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout == "True 143 None\n"
