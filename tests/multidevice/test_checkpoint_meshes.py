@@ -12,7 +12,7 @@ from longmoe.configs import CheckpointConfig, MeshConfig
 from longmoe.train.checkpoints import Checkpoints
 from longmoe.train.state import abstract_train_state, init_train_state
 
-CFG = tiny_train(dense_dim=64)
+CFG = tiny_train(num_layers=4, dense_layers=0)
 MESHES = {"one": (MeshConfig(), 1), "fsdp 8": (MeshConfig(fsdp=8), 8), "fsdp 2, tensor 2, expert 2": (MeshConfig(fsdp=2, tensor=2, expert=2), 8),
           "data 2, expert 4": (MeshConfig(data=2, fsdp=1, expert=4), 8)}
 
