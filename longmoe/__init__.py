@@ -17,7 +17,7 @@ _HOMES = {
     "stack_layers": "longmoe.model.depth", "unstack_layers": "longmoe.model.depth",
     "make_mesh": "longmoe.parallel.mesh",
     "TrainState": "longmoe.train.state", "init_train_state": "longmoe.train.state", "make_train_step": "longmoe.train.step",
-    "fit": "longmoe.train.loop",
+    "fit": "longmoe.train.loop", "Stopped": "longmoe.train.signals", "load_checkpoint": "longmoe.train.checkpoints",
     "generate": "longmoe.inference.engine", "estimate": "longmoe.inference.planner",
 }
 _MODULES = {"presets", "quantile_balancing"}

@@ -24,7 +24,8 @@ from longmoe.configs import TrainConfig
 from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
 from longmoe.presets import PRESETS
-from longmoe.train.loop import PACKAGES, fit, installed_version
+from longmoe.train.loop import fit
+from longmoe.train.run_files import PACKAGES, installed_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,12 @@ class Train(TrainConfig):
     """Folder of the run: run.json, metrics.jsonl, log.txt, checkpoints/."""
     fresh: bool = False
     """Deletes what earlier runs wrote into the folder and starts over."""
+    resume_from: int | None = None
+    """Goes on from this kept step instead of the newest, and drops the checkpoints and metrics of later steps. Every time: leave it out to resume."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 for arguments that make no sense."""
+    """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
     commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main}
@@ -50,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"longmoe {command}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"longmoe {command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -70,7 +76,7 @@ def _train(arguments: list[str]) -> None:
     parsed = tyro.cli(Train, default=Train(**_fields(_preset("train", arguments))), args=arguments, prog="longmoe train PRESET")
     if not parsed.run_dir:
         raise ValueError("run_dir: got nothing, wanted a folder for the run, as in --run-dir runs/first")
-    fit(TrainConfig(**_fields(parsed)), parsed.run_dir, fresh=parsed.fresh)
+    fit(TrainConfig(**_fields(parsed)), parsed.run_dir, fresh=parsed.fresh, resume_from=parsed.resume_from)
 
 
 def _estimate(arguments: list[str]) -> None:

@@ -332,9 +332,12 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved."""
     keep: int = 2
     """Newest checkpoints kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps are kept for good; None keeps only the newest. A checkpoint is made at multiples of `every`."""
 
     def __post_init__(self) -> None:
         _positive(self, "every", "keep")
+        _check(self.keep_every is None or self.keep_every > 0, f"CheckpointConfig.keep_every: got {self.keep_every}, wanted None or a positive number")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,53 +1,23 @@
 """`fit`: from a config to a trained model in a run directory; the same call again resumes."""
-import dataclasses
-import importlib.metadata
 import json
-import shutil
-import subprocess
+import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath
 
-import pallas_kernels
-from longmoe.configs import TrainConfig, to_json
+from longmoe.configs import TrainConfig
 from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
-from longmoe.train.checkpoints import Checkpoints
+from longmoe.train.checkpoints import Checkpoints, delete_checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
+from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, write_run_json
+from longmoe.train.signals import StopSignals
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
 from longmoe.train.step import KEYS, make_train_step
-
-PACKAGES = ("longmoe", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-@dataclasses.dataclass(frozen=True)
-class RunPaths:
-    """Where a run keeps its files."""
-    root: Path
-
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "log.txt"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def skipped_batches(self) -> Path:
-        return self.root / "skipped_batches.json"
 
 
 class Fitted(NamedTuple):
@@ -56,31 +26,62 @@ class Fitted(NamedTuple):
     paths: RunPaths
 
 
-def fit(cfg: TrainConfig, run_dir: str, *, fresh: bool = False) -> Fitted:
+def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resume_from: int | None = None) -> Fitted:
     """Trains for cfg.steps steps and returns the final state and the run's paths.
 
-    A run directory with a checkpoint of the same config is continued from it, data, balancer state and random keys included; fresh=True deletes what
-    earlier runs wrote there and starts anew. Raises ValueError for a checkpoint of another config, RuntimeError after cfg.max_skipped_steps steps in a row
-    whose gradients were not finite (skipped_batches.json then holds their source ids).
+    run_dir is a local folder or any path that `etils.epath` takes. One with a checkpoint of the same config is continued from its newest complete one, data,
+    balancer state and random keys included; resume_from names an older one that was kept, and drops the checkpoints and metrics of later steps; fresh=True
+    deletes what earlier runs wrote there and starts anew.
+
+    SIGTERM, or SIGINT once, saves after the step that runs and raises Stopped, a SystemExit with status 0 (in the main thread only).
+    Raises ValueError for a checkpoint of another config, a damaged one, data that changed, or a folder where another process trains; OSError for a
+    checkpoint that cannot be written; RuntimeError after cfg.max_skipped_steps steps in a row whose gradients were not finite (skipped_batches.json then
+    holds their source ids).
     """
-    paths = RunPaths(Path(run_dir))
-    if fresh:
-        _delete(paths)
+    if fresh and resume_from is not None:
+        raise ValueError(f"resume_from: got {resume_from} with fresh=True, wanted one of the two: fresh deletes every checkpoint")
+    paths = RunPaths(epath.Path(run_dir))
     paths.root.mkdir(parents=True, exist_ok=True)
-    log = open_log(paths.log)
-    mesh = make_mesh(cfg.mesh)
-    with Checkpoints(paths.checkpoints, cfg.checkpoint) as checkpoints:
-        latest = checkpoints.latest()
-        if latest is None:
-            state, data_state = init_train_state(cfg, mesh, jax.random.key(cfg.seed)), None
-        else:
-            state, data_state = checkpoints.restore(latest, abstract_train_state(cfg, mesh), cfg)
-            log.info("resumed at step %d", latest)
-        _write_run_json(paths, cfg, mesh)
-        loader = make_loader(cfg.data, seed=cfg.seed, state=data_state, vocab_size=cfg.model.vocab_size)
-        if int(state.step) < cfg.steps:
-            state = _train(cfg, paths, checkpoints, mesh, state, loader)
+    with StopSignals() as signals, only_writer(paths.root):
+        if fresh:
+            _delete(paths)
+        return _fit(cfg, paths, signals, resume_from)
+
+
+def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: int | None) -> Fitted:
+    with GrowingFiles(paths) as files:
+        log = open_log(files.log)
+        if not is_local(paths.root):
+            log.info("%s cannot be appended to: metrics.jsonl and log.txt grow in %s and are copied at each checkpoint", paths.root, files.log.parent)
+        if not signals.in_main_thread:
+            log.info("not in the main thread: SIGTERM and SIGINT will not save the run's state")
+        with Checkpoints(paths.checkpoints, cfg.checkpoint) as checkpoints:
+            mesh = make_mesh(cfg.mesh)
+            state, data_state = _begin(cfg, checkpoints, mesh, resume_from)
+            # Whatever refuses the saved data does so before anything is dropped.
+            loader = make_loader(cfg.data, seed=cfg.seed, state=data_state, vocab_size=cfg.model.vocab_size)
+            start = int(state.step)
+            later = [step for step in checkpoints.steps() if step > start]
+            if later:
+                log.info("resuming from step %d as asked: dropping the checkpoints of steps %s and the metrics of later steps", start, later)
+                checkpoints.drop_after(start)
+            write_run_json(paths, cfg, mesh)
+            recorder = _Recorder(cfg, paths, files, start)
+            if start < cfg.steps:
+                state = _train(cfg, recorder, checkpoints, signals, mesh, state, loader)
+            recorder.close()
     return Fitted(state, paths)
+
+
+def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh, resume_from: int | None) -> tuple[TrainState, dict[str, Any] | None]:
+    """(state, data state) that training goes on from."""
+    steps = checkpoints.steps()
+    if resume_from is None and not steps:
+        return init_train_state(cfg, mesh, jax.random.key(cfg.seed)), None
+    step = steps[-1] if resume_from is None else resume_from
+    restored = checkpoints.restore(step, abstract_train_state(cfg, mesh), cfg)
+    logging.getLogger("longmoe").info("resumed at step %d", step)
+    return restored
 
 
 class _Pending(NamedTuple):
@@ -91,16 +92,17 @@ class _Pending(NamedTuple):
     source_ids: np.ndarray
 
 
-def _train(cfg: TrainConfig, paths: RunPaths, checkpoints: Checkpoints, mesh: jax.sharding.Mesh, state: TrainState,
+def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, state: TrainState,
            loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> TrainState:
     start = int(state.step)
-    recorder = _Recorder(cfg, paths, start)
-    with ProgressDisplay(paths.root.name, cfg.steps, start) as progress:
+    with ProgressDisplay(recorder.run_name, cfg.steps, start) as progress:
         batch, data_state = next(loader)
         progress.say("compiling")
         began = time.monotonic()
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
         progress.say(f"compiled in {time.monotonic() - began:.1f} s")
+        if signals.received:                                            # before the first step: there is nothing to save
+            return state
         progress.begin()
         recorder.start()
         pending: _Pending | None = None
@@ -108,26 +110,34 @@ def _train(cfg: TrainConfig, paths: RunPaths, checkpoints: Checkpoints, mesh: ja
             state, metrics = step_fn(state, {name: batch[name] for name in KEYS})
             applied = data_state
             previous, pending = pending, _Pending(step, metrics, int(np.sum(batch["segment_ids"] > 0)), batch["source_ids"])
-            if step < cfg.steps:
+            if step < cfg.steps and not signals.received:
                 batch, data_state = next(loader)
             # The device is at work on this step: the metrics of the one before are ready.
             if previous is not None:
                 recorder.record(previous, progress)
-            if step % cfg.checkpoint.every == 0 or step == cfg.steps:
+            stopping = signals.received
+            if step % cfg.checkpoint.every == 0 or step == cfg.steps or stopping:
                 recorder.record(pending, progress)
                 pending = None
+                recorder.publish()
                 checkpoints.save(step, state, applied, cfg)
-    recorder.close()
+            if stopping:
+                logging.getLogger("longmoe").info("%s: saved step %d of %d; the same command resumes", stopping.name, step, cfg.steps)
+                break
     return state
 
 
 class _Recorder:
     """Writes steps down and stops a run that no longer learns."""
 
-    def __init__(self, cfg: TrainConfig, paths: RunPaths, step: int):
-        self._cfg, self._paths = cfg, paths
-        self._file = MetricsFile(paths.metrics, step)
+    def __init__(self, cfg: TrainConfig, paths: RunPaths, files: GrowingFiles, step: int):
+        self._cfg, self._paths, self._files = cfg, paths, files
+        self._file = MetricsFile(files.metrics, step)
         self._skipped: list[_Pending] = []
+
+    @property
+    def run_name(self) -> str:
+        return self._paths.root.name
 
     def start(self) -> None:
         self._began = self._last = time.monotonic()
@@ -150,32 +160,16 @@ class _Recorder:
         raise RuntimeError(f"steps {rows[0]['step']} to {rows[-1]['step']}: gradients were not finite {len(rows)} times in a row; the source ids of these "
                            f"batches are in {self._paths.skipped_batches}. Lower optim.learning_rate or look at those documents")
 
+    def publish(self) -> None:
+        """What was written so far is where the run directory is, before a checkpoint that it belongs to."""
+        self._files.publish()
+
     def close(self) -> None:
         self._file.close()
 
 
 def _delete(paths: RunPaths) -> None:
+    # Checkpoints first: what the other files say of a run without any is overwritten.
+    delete_checkpoints(paths.checkpoints)
     for path in (paths.run_json, paths.metrics, paths.log, paths.skipped_batches):
         path.unlink(missing_ok=True)
-    if paths.checkpoints.exists():
-        shutil.rmtree(paths.checkpoints)
-
-
-def _write_run_json(paths: RunPaths, cfg: TrainConfig, mesh: jax.sharding.Mesh) -> None:
-    record = dict(config=json.loads(to_json(cfg)), versions={name: installed_version(name) for name in PACKAGES}, commit=_commit(),
-                  device=jax.devices()[0].device_kind, mesh=dict(mesh.shape), kernels=pallas_kernels.kernel_report().splitlines())
-    paths.run_json.write_text(json.dumps(record, indent=2))
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package; None for one that is not installed (this one, when it runs from its source tree)."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the source tree that this package runs from; None outside a repository."""
-    found = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return found.stdout.strip() or None

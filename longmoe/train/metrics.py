@@ -13,6 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from longmoe.train.run_files import replace_text
+
 LOAD_EVERY = 10
 """Steps between lines that carry expert_load: it is [MoE layers, E] numbers, the others are scalars and one number a layer."""
 
@@ -25,7 +27,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int = 0):
         kept = [line for line in read_lines(path) if line["step"] <= step]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
