@@ -37,7 +37,7 @@ def test_one_step_is_adamw_by_hand(case):
     cfg, _, step, batch = case
     state = fresh(case)
     before = host(state)
-    grads, loss, stats = jax.jit(lambda p, r: accumulate(cfg, p, r, batch))(state.params, state.router_state)
+    grads, loss, stats, *_ = jax.jit(lambda p, r: accumulate(cfg, p, r, batch))(state.params, state.router_state)
     after, metrics = step(state, batch)
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
@@ -61,7 +61,7 @@ def test_metrics_are_the_contracts(case):
     cfg, _, step, batch = case
     _, metrics = step(fresh(case), batch)
     scalars = {"loss", "grad_norm", "param_norm", "update_norm", "learning_rate", "tokens", "skipped"}
-    assert set(metrics) == scalars | {"max_violation", "expert_load"}
+    assert set(metrics) == scalars | {"max_violation", "dead_experts", "load_entropy", "expert_load"}
     assert all(metrics[name].shape == () for name in scalars)
     layers = cfg.model.num_moe_layers
     assert metrics["max_violation"].shape == (layers,) and metrics["expert_load"].shape == (layers, cfg.model.moe.num_experts)
@@ -128,7 +128,7 @@ def test_muon_takes_matrices_and_makes_them_orthogonal(key):
         assert (label == "adamw") == bool(vector), name
     few = {"layers_04_12": {"step_0": {"moe": {"experts_gate_up": jax.random.normal(key, (2, 3, 8, 2, 5))}}}, "embedding": jnp.ones((4, 8))}
     optim = OptimConfig(gradient_clip=None, weight_decay=0.0, muon_rms=0.5)
-    tx = make_optimizer(optim)
+    tx = make_optimizer(optim, tiny_model())
     update = tx.update(few, tx.init(few), few)[0]["layers_04_12"]["step_0"]["moe"]["experts_gate_up"] / (0.5 * 8 ** 0.5)
     for repeat, expert, half in np.ndindex(2, 3, 2):
         singular = np.linalg.svd(update[repeat, expert, :, half], compute_uv=False)
