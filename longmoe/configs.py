@@ -97,7 +97,7 @@ class MoEConfig:
     load_ema (None: 0.9)."""
     bias_rate: float = 1e-3
     """What a step adds to the bias of an expert below the mean load and takes from one above it; used by sign."""
-    load_bias: float = 1.0
+    load_bias: float = 0.5
     """Distance between the biases that the idlest and the busiest expert are drawn to; used by load_ema."""
     balance_loss: float = 1e-2
     """Factor on the balance loss, a trained token and MoE layer; used by auxiliary_loss."""

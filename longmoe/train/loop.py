@@ -18,6 +18,7 @@ from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
 from longmoe.train.checkpoints import Checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
+from longmoe.train.monitor import Monitor
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
 from longmoe.train.step import KEYS, make_train_step
 
@@ -94,15 +95,16 @@ class _Pending(NamedTuple):
 def _train(cfg: TrainConfig, paths: RunPaths, checkpoints: Checkpoints, mesh: jax.sharding.Mesh, state: TrainState,
            loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> TrainState:
     start = int(state.step)
-    recorder = _Recorder(cfg, paths, start)
-    with ProgressDisplay(paths.root.name, cfg.steps, start) as progress:
+    monitor = Monitor(cfg, paths.root, mesh.devices.flatten().tolist(), start)
+    recorder = _Recorder(cfg, paths, start, monitor)
+    with ProgressDisplay(paths.root.name, cfg.steps, start) as progress, monitor:
         batch, data_state = next(loader)
         progress.say("compiling")
         began = time.monotonic()
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
         progress.say(f"compiled in {time.monotonic() - began:.1f} s")
         progress.begin()
-        recorder.start()
+        monitor.start()
         pending: _Pending | None = None
         for step in range(start + 1, cfg.steps + 1):
             state, metrics = step_fn(state, {name: batch[name] for name in KEYS})
@@ -124,22 +126,20 @@ def _train(cfg: TrainConfig, paths: RunPaths, checkpoints: Checkpoints, mesh: ja
 class _Recorder:
     """Writes steps down and stops a run that no longer learns."""
 
-    def __init__(self, cfg: TrainConfig, paths: RunPaths, step: int):
-        self._cfg, self._paths = cfg, paths
+    def __init__(self, cfg: TrainConfig, paths: RunPaths, step: int, monitor: Monitor):
+        self._cfg, self._paths, self._monitor = cfg, paths, monitor
         self._file = MetricsFile(paths.metrics, step)
         self._skipped: list[_Pending] = []
 
-    def start(self) -> None:
-        self._began = self._last = time.monotonic()
-
     def record(self, step: _Pending, progress: ProgressDisplay) -> None:
         metrics = jax.device_get(step.metrics)
-        now = time.monotonic()
-        rate = step.tokens / max(now - self._last, 1e-9)
-        self._last = now
-        if step.step % self._cfg.log_every == 0 or step.step == self._cfg.steps or metrics["skipped"]:
-            self._file.write(step.step, metrics | dict(tokens_per_second=rate, elapsed_seconds=now - self._began))
-        progress.update(step.step, float(metrics["loss"]), rate)
+        metrics |= self._monitor.measure(step.tokens)
+        logged = bool(step.step % self._cfg.log_every == 0 or step.step == self._cfg.steps or metrics["skipped"])
+        if logged:
+            metrics |= self._monitor.memory()
+            self._file.write(step.step, metrics)
+        self._monitor.observe(step.step, metrics, logged)
+        progress.update(step.step, float(metrics["loss"]), metrics["tokens_per_second"])
         self._skipped = [*self._skipped, step] if metrics["skipped"] else []
         if len(self._skipped) >= self._cfg.max_skipped_steps:
             self._stop()
