@@ -48,7 +48,8 @@ class Accumulated(NamedTuple):
 def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> Accumulated:
     """Gradients and sums of the batch, in cfg.accumulation_steps micro-batches.
 
-    Every micro-batch is weighed by the whole batch's loss weights and valid tokens, so how the batch is cut changes no more than rounding.
+    Every micro-batch is weighed by the whole batch's loss weights and valid tokens, so how the batch is cut changes no more than rounding
+    (but for a balance loss over the micro-batch).
     """
     share = lambda total: 1 / jnp.where(total > 0, total, 1)
     scale, valid_scale = share(jnp.sum(batch["loss_weights"].astype(jnp.float32))), share(jnp.sum(batch["segment_ids"] > 0))

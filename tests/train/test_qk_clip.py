@@ -100,6 +100,16 @@ def test_clips_the_heads_above_the_threshold_and_no_other(key, q_lora_rank):
     jax.tree.map(np.testing.assert_array_equal, shared(clipped), shared(params))
 
 
+def test_stacked_layers_are_clipped_like_single_ones(key):
+    config, _, params, _, _ = layer(key)
+    layers = [params, jax.tree.map(lambda p: 2 * p, params)]
+    largest = jnp.array([[1.0, 4.0, 9.0, 2.0], [5.0, 0.5, 3.0, 8.0]])
+    stack = lambda trees: jax.tree.map(lambda *x: jnp.stack(x), *trees)
+    got = clip_queries_and_keys(config, {"layers_00_02": {"step_0": {"mla": stack(layers), "other": 1}}}, {"layers_00_02": {"step_0": {"mla": largest}}}, 3.0)
+    want = stack([clip_queries_and_keys(config, {"mla": p}, {"mla": m}, 3.0)["mla"] for p, m in zip(layers, largest)])
+    jax.tree.map(np.testing.assert_array_equal, got, {"layers_00_02": {"step_0": {"mla": want, "other": 1}}})
+
+
 def test_bfloat16_parameters_below_the_threshold_keep_their_bits(key):
     config, _, params, _, _ = layer(key)
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
@@ -110,12 +120,12 @@ def test_bfloat16_parameters_below_the_threshold_keep_their_bits(key):
 
 def attention_only(**changes):
     """Four MLA layers, three of them one scan, and one MoE layer: little to compile."""
-    cfg = tiny_train(num_layers=4, mla_every=1, dense_layers=3, residual=ResidualConfig(block_size=3), init_std=0.2, remat="full", **changes)
+    cfg = tiny_train(num_layers=4, mla_every=1, dense_layers=3, residual=ResidualConfig(block_size=3), init_std=0.2, **changes)
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, learning_rate=1e-12, final_learning_rate=0.0, qk_clip=0.25))
 
 
 def test_scan_remat_and_accumulation_give_the_same_maxima(key):
-    cfg = attention_only(accumulation_steps=4)
+    cfg = attention_only(accumulation_steps=4, remat="full")
     flat = dataclasses.replace(cfg.model, scan_layers=False, remat="none")
     variables, batch = init_variables(cfg.model, key), batch_of(key)
     got = jax.jit(lambda v: accumulate(cfg, v["params"], v["router_state"], batch).max_logits)(variables)
@@ -127,7 +137,7 @@ def test_scan_remat_and_accumulation_give_the_same_maxima(key):
 
 def test_a_step_brings_the_next_forward_pass_below_the_threshold(key):
     """The learning rate is next to nothing, so that the clip is all that changes."""
-    cfg, mesh, batch = attention_only(accumulation_steps=2), make_mesh(MeshConfig(), jax.devices()[:1]), batch_of(key)
+    cfg, mesh, batch = attention_only(), make_mesh(MeshConfig(), jax.devices()[:1]), batch_of(key)
     step, state = make_train_step(cfg, mesh), init_train_state(cfg, mesh, key)
     state, first = step(state, batch)
     state, second = step(state, batch)
