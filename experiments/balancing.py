@@ -31,10 +31,12 @@ ARMS: dict[str, dict[str, Any]] = {
 """Arm -> what it changes in MoEConfig."""
 
 
-def arm_config(corpus: Path, budget: Budget, arm: str) -> TrainConfig:
-    cfg = text_config(corpus, budget)
+def arm_config(corpus: Path, arm: str, smoke: bool) -> TrainConfig:
+    cfg = text_config(corpus, SMOKE if smoke else Budget())
     moe: MoEConfig = dataclasses.replace(cfg.model.moe, **ARMS[arm])
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe))
+    # Five programs are compiled: two layers, one of them with experts, are enough to try every arm.
+    depth = dict(num_layers=2, mla_every=2) if smoke else {}
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe, **depth))
 
 
 def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -56,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--corpus", type=Path, default=Path("runs/demo/corpus"))
     parser.add_argument("--run-dir", type=Path, default=Path("runs/balancing"))
     parser.add_argument("--out", type=Path, help="where the results go (default: RUN_DIR/results.json)")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, for tests")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of two layers, for tests")
     args = parser.parse_args(argv)
     prepare_corpus(args.corpus)
     lines = {}
     for arm in ARMS:
-        run = longmoe.fit(arm_config(args.corpus, SMOKE if args.smoke else Budget(), arm), str(args.run_dir / arm))
+        run = longmoe.fit(arm_config(args.corpus, arm, args.smoke), str(args.run_dir / arm))
         lines[arm] = read_lines(run.paths.metrics)
     results: dict[str, Any] = {arm: summary(found) for arm, found in lines.items()}
     level = {arm: float(np.mean(results[arm]["max_violation"])) for arm in ARMS}

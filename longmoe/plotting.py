@@ -48,7 +48,7 @@ def max_violation(steps: Sequence[int], values: np.ndarray) -> Figure:
 def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mapping[str, Sequence[float]]], *, window: int = 20) -> Figure:
     """Several runs in one figure, a panel below the other: panels has y label -> run name -> a number for each of the run's steps.
 
-    Thick lines are means over `window` steps; a run has one colour throughout.
+    Lines are means over the last `window` steps; a run has one colour throughout.
     """
     figure = Figure(figsize=(_WIDTH, 0.5 + 2.3 * len(panels)), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
