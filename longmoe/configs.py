@@ -91,16 +91,27 @@ class MoEConfig:
     """Divides the chosen scores by their sum."""
     routed_scale: float = 1.0
     """Factor on the combine weights (no effect under use_latent_norm, which removes it)."""
-    balancer: Literal["quantile", "none"] = "quantile"
-    """How expert_bias is updated once a step; none leaves it as it is."""
-    bias_ema: float = 0.0
-    """Share of the old bias in the new one (an average over steps, for small batches of few documents); 0 takes each step's own."""
+    balancer: Literal["quantile", "sign", "auxiliary_loss", "load_ema", "none"] = "quantile"
+    """How load is kept even. quantile, sign and load_ema update expert_bias once a step (longmoe.balancing.balancers); auxiliary_loss adds a
+    term to the objective and none does nothing: both leave the bias as it is."""
+    bias_ema: float | None = None
+    """Share of the old bias in the new one; used by quantile (None: 0, each step's own; more helps small batches of few documents) and by
+    load_ema (None: 0.9)."""
+    bias_rate: float = 1e-3
+    """What a step adds to the bias of an expert below the mean load and takes from one above it; used by sign."""
+    load_bias: float = 0.5
+    """Distance between the biases that the idlest and the busiest expert are drawn to; used by load_ema."""
+    balance_loss: float = 1e-2
+    """Factor on the balance loss, a trained token and MoE layer; used by auxiliary_loss."""
+    balance_loss_over: Literal["sequence", "batch"] = "sequence"
+    """Tokens whose load is to be even: those of each row, or those of a micro-batch over all devices (it then matters how a batch is cut);
+    used by auxiliary_loss."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_experts", "experts_per_token", "expert_dim", "routed_scale")
+        _positive(self, "num_experts", "experts_per_token", "expert_dim", "routed_scale", "bias_rate", "load_bias", "balance_loss")
         _check(self.experts_per_token < self.num_experts,
                f"MoEConfig.experts_per_token: got {self.experts_per_token}, wanted less than num_experts={self.num_experts}")
-        _check(0 <= self.bias_ema < 1, f"MoEConfig.bias_ema: got {self.bias_ema}, wanted a number in [0, 1)")
+        _check(self.bias_ema is None or 0 <= self.bias_ema < 1, f"MoEConfig.bias_ema: got {self.bias_ema}, wanted None or a number in [0, 1)")
         _check(self.num_shared_experts >= 0, f"MoEConfig.num_shared_experts: got {self.num_shared_experts}, wanted 0 or more")
         _check(self.latent_dim is None or self.latent_dim > 0,
                f"MoEConfig.latent_dim: got {self.latent_dim}, wanted None or a positive number")
@@ -289,17 +300,24 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """Muon for matrices or AdamW for all, with linear warm-up and a cosine to final_learning_rate."""
+    """Muon for matrices or AdamW for all, a schedule with linear warm-up, and what keeps steps from growing too large."""
     optimizer: Literal["muon", "adamw"] = "muon"
     """muon: matrices by Muon, everything else (embedding, head, router, vectors) by AdamW; adamw: everything by AdamW."""
     muon_rms: float = 0.2
     """Root mean square of Muon's update before the learning rate: 0.2 lets Muon share AdamW's learning rate (Moonlight)."""
     muon_momentum: float = 0.95
     """Momentum of Muon, Nesterov's form."""
+    muon_per_head: bool = True
+    """Muon takes each head of KDA's q, k, v and of MLA's q_b and kv_b projections (keys and values apart) as a matrix of its own (Kimi K3's
+    Per-Head Muon); False takes each projection as one matrix."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """After the warm-up: cosine to final_learning_rate; wsd stays at the peak and falls linearly to it over the last decay_share; constant."""
+    decay_share: float = 0.2
+    """Last share of all steps in which schedule wsd falls."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     final_learning_rate: float = 3e-4
-    """Learning rate at the last step."""
+    """Learning rate that schedules cosine and wsd end at."""
     warmup_steps: int = 50
     """Steps of linear warm-up from 0."""
     beta1: float = 0.9
@@ -309,6 +327,9 @@ class OptimConfig:
     """Decoupled weight decay on matrices; norms, biases, decay gates, convolutions and AttnRes vectors carry none."""
     gradient_clip: float | None = 1.0
     """Largest global gradient norm; None never clips."""
+    qk_clip: float | None = None
+    """Largest attention logit of an MLA head: after a step whose forward pass exceeded it, the head's query and key weights are scaled down
+    (QK-Clip, Kimi K2; 100 there); None never clips and computes nothing for it."""
     z_loss: float = 0.0
     """Factor on the squared log-partition of the logits."""
     loss_chunk: int = 2048
@@ -319,10 +340,12 @@ class OptimConfig:
         _check(self.warmup_steps >= 0, f"OptimConfig.warmup_steps: got {self.warmup_steps}, wanted 0 or more")
         for name in ("beta1", "beta2", "muon_momentum"):
             _check(0 <= getattr(self, name) < 1, f"OptimConfig.{name}: got {getattr(self, name)}, wanted a number in [0, 1)")
+        _check(0 < self.decay_share <= 1, f"OptimConfig.decay_share: got {self.decay_share}, wanted a number in (0, 1]")
         for name in ("weight_decay", "z_loss", "final_learning_rate"):
             _check(getattr(self, name) >= 0, f"OptimConfig.{name}: got {getattr(self, name)}, wanted 0 or more")
-        _check(self.gradient_clip is None or self.gradient_clip > 0,
-               f"OptimConfig.gradient_clip: got {self.gradient_clip}, wanted None or a positive number")
+        for name in ("gradient_clip", "qk_clip"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"OptimConfig.{name}: got {value}, wanted None or a positive number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +364,46 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class AlertConfig:
+    """When and how a run calls for help. Nothing is sent while command and webhook are empty."""
+    command: str = ""
+    """Command line (no shell) that gets each alert as JSON on its standard input."""
+    webhook: str = ""
+    """http(s) address that each alert is POSTed to as JSON."""
+    on_skipped: bool = True
+    """Alerts on a step whose gradients were not finite."""
+    stall_seconds: float | None = None
+    """Alerts when no step has ended for so long, compilation apart; longer than a checkpoint takes. None: never."""
+    max_violation: float | None = None
+    """Alerts when MaxVio of any MoE layer is above this. None: never."""
+    every_seconds: float = 600.0
+    """Least seconds between two alerts of one kind; those in between are counted in the next."""
+    timeout_seconds: float = 30.0
+    """Seconds that one delivery may take."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "timeout_seconds")
+        _check(self.every_seconds >= 0, f"AlertConfig.every_seconds: got {self.every_seconds}, wanted 0 or more")
+        _check(not self.webhook or self.webhook.startswith(("http://", "https://")),
+               f"AlertConfig.webhook: got {self.webhook!r}, wanted an address that begins with http:// or https://")
+        for name in ("stall_seconds", "max_violation"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"AlertConfig.{name}: got {value}, wanted None or a positive number")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+    """Where a run's figures go beside metrics.jsonl, which is always written."""
+    tensorboard: bool = False
+    """Also writes TensorBoard events into the run's folder tensorboard/ (needs the `log` extra)."""
+    wandb_project: str = ""
+    """Also logs to this Weights & Biases project (needs the `log` extra); empty: does not."""
+    run_index: bool = True
+    """Keeps index.html in the folder that holds the run's folder: one line a run."""
+    alerts: AlertConfig = AlertConfig()
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Everything that a run is."""
     model: ModelConfig = ModelConfig()
@@ -348,6 +411,7 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
     steps: int = 1000
     """Optimizer steps in all."""
     accumulation_steps: int = 1

@@ -45,6 +45,24 @@ def max_violation(steps: Sequence[int], values: np.ndarray) -> Figure:
     return figure
 
 
+def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mapping[str, Sequence[float]]], *, window: int = 20) -> Figure:
+    """Several runs in one figure, a panel below the other: panels has y label -> run name -> a number for each of the run's steps.
+
+    Lines are means over the last `window` steps; a run has one colour throughout.
+    """
+    figure = Figure(figsize=(_WIDTH, 0.5 + 2.3 * len(panels)), layout="constrained")
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    colors = dict(zip(steps, PALETTE * (1 + len(steps) // len(PALETTE))))
+    for axes, (label, runs) in zip(rows, panels.items()):
+        for name, values in runs.items():
+            axes.plot(steps[name], _running_mean(np.asarray(values, float), window), color=colors[name], label=name)
+        axes.set(ylabel=label)
+        _tidy(axes)
+    rows[-1].set(xlabel="step")
+    rows[0].legend(ncols=3, fontsize=8)
+    return figure
+
+
 def expert_load(steps: Sequence[int], loads: np.ndarray) -> Figure:
     """loads [steps, MoE layers, E] counts -> one heat map a layer: load over the layer's mean, experts against steps."""
     loads = np.asarray(loads, float)

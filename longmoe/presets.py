@@ -50,7 +50,8 @@ def kimi_linear_48b() -> TrainConfig:
     return TrainConfig(
         model=model, mesh=MeshConfig(expert=8, fsdp=-1), data=DataConfig(sequence_length=4096, batch_size=512), steps=100_000,
         accumulation_steps=4, log_every=10,
-        optim=OptimConfig(learning_rate=1.1e-3, final_learning_rate=1.1e-4, warmup_steps=1000, loss_chunk=8192))
+        optim=OptimConfig(learning_rate=1.1e-3, final_learning_rate=1.1e-4, warmup_steps=1000, schedule="wsd", muon_per_head=False, qk_clip=100.0,
+                          loss_chunk=8192))
 
 
 def kimi_k3() -> TrainConfig:
@@ -65,7 +66,7 @@ def kimi_k3() -> TrainConfig:
     return TrainConfig(
         model=model, mesh=MeshConfig(expert=8, fsdp=-1), data=DataConfig(sequence_length=8192, batch_size=1024), steps=500_000,
         accumulation_steps=1, log_every=10,
-        optim=OptimConfig(learning_rate=2e-4, final_learning_rate=2e-5, warmup_steps=5000, loss_chunk=8192))
+        optim=OptimConfig(learning_rate=2e-4, final_learning_rate=2e-5, warmup_steps=5000, qk_clip=100.0, loss_chunk=8192))
 
 
 PRESETS = {preset.__name__: preset for preset in (nano, small, base, kimi_linear_48b, kimi_k3)}

@@ -3,15 +3,12 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from longmoe.configs import ModelConfig, TrainConfig
-from longmoe.model.lm import LongMoE
-from longmoe.parallel.rules import matrix_axes, path_name, spec_of
-
-KDA_CHUNK = 64
+from longmoe.model.costs import active_parameters, forward_flops, parameter_shapes, parameters_by_part
+from longmoe.parallel.rules import matrix_axes, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,43 +34,17 @@ def estimate(cfg: TrainConfig | ModelConfig) -> Estimate:
     """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device)."""
     model = cfg.model if isinstance(cfg, TrainConfig) else cfg
     length = cfg.data.sequence_length if isinstance(cfg, TrainConfig) else 8192
-    params = _shapes(model)
-    parts = _by_part(params)
-    total, moe = sum(parts.values()), model.moe
-    idle = parts["experts"] * (moe.num_experts - moe.experts_per_token) // moe.num_experts
-    active = total - idle - parts["embedding"]
+    params = parameter_shapes(model)
+    parts = parameters_by_part(params)
+    total, active = sum(parts.values()), active_parameters(model, parts)
     itemsize = jnp.dtype(model.dtype).itemsize
     kda_layers, mla_layers = model.mixers.count("kda"), model.mixers.count("mla")
     conv = 3 * model.kda.num_heads * model.kda.head_dim * (model.kda.conv_width - 1) * itemsize
     return Estimate(
-        total_params=total, active_params=active, flops_per_token=2 * active + _mixer_flops(model, length), params_by_part=parts,
+        total_params=total, active_params=active, flops_per_token=forward_flops(model, active, length), params_by_part=parts,
         bytes_per_device=_training_bytes(cfg, params) if isinstance(cfg, TrainConfig) else total * jnp.dtype(model.param_dtype).itemsize,
         kv_bytes_per_token=mla_layers * (model.mla.kv_lora_rank + model.mla.rope_dim) * itemsize,
         state_bytes_per_sequence=kda_layers * (4 * model.kda.num_heads * model.kda.head_dim ** 2 + conv))
-
-
-def _shapes(model: ModelConfig) -> list[tuple[str, Any]]:
-    variables = jax.eval_shape(LongMoE(model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])]
-
-
-PARTS = (("embedding", "embedding"), ("head", "lm_head"), ("kda", "/kda/"), ("mla", "/mla/"), ("dense", "/mlp/"), ("router", "/router/"),
-         ("experts", "/experts_"), ("shared", "/shared/"), ("latent", "/latent_"), ("norms_and_depth", ""))
-
-
-def _by_part(params: list[tuple[str, Any]]) -> dict[str, int]:
-    counts = dict.fromkeys((part for part, _ in PARTS), 0)
-    for name, leaf in params:
-        counts[next(part for part, mark in PARTS if mark in name)] += math.prod(leaf.shape)
-    return counts
-
-
-def _mixer_flops(model: ModelConfig, length: int) -> float:
-    """Token mixing beyond the projections: KDA in chunks of 64 (state products, scores, their use), MLA over the mean of (length + 1) / 2 keys."""
-    kda, mla = model.kda, model.mla
-    per_head = 6 * kda.head_dim ** 2 + 8 * KDA_CHUNK * kda.head_dim
-    attention = 2 * (mla.nope_dim + mla.rope_dim + mla.v_dim) * (length + 1) / 2
-    return model.mixers.count("kda") * kda.num_heads * per_head + model.mixers.count("mla") * mla.num_heads * attention
 
 
 def _training_bytes(cfg: TrainConfig, params: list[tuple[str, Any]]) -> int:

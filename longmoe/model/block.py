@@ -14,7 +14,7 @@ from longmoe.model.layers import FeedForward, RMSNorm
 from longmoe.model.mla import MLA
 from longmoe.model.moe import MoE
 from longmoe.parallel.mesh import constrain
-from longmoe.shapes import Array, Hidden, Int
+from longmoe.shapes import Array, Float, Hidden, Int
 
 
 @struct.dataclass
@@ -36,6 +36,10 @@ class LayerAux:
     cache: LayerCache | None
     depth_weights: Any
     """{"attn": [S], "ffn": [S]}: each source's mean weight over valid tokens; None unless asked for."""
+    max_logits: Float[Array, "H"] | None
+    """Largest attention logit of each head of an MLA layer; None unless asked for."""
+    balance_loss: Float[Array, ""] | None
+    """The balance loss of an MoE layer, summed over valid tokens; None under balancers that have none."""
 
 
 class DecoderLayer(nn.Module):
@@ -44,6 +48,7 @@ class DecoderLayer(nn.Module):
     mixer: str
     is_dense: bool
     return_depth_weights: bool = False
+    return_max_logits: bool = False
 
     @nn.compact
     def __call__(self, depth: Depth, skip_partial: Array | None, runs: Int[Array, "B T"] | None,
@@ -52,17 +57,20 @@ class DecoderLayer(nn.Module):
         config = self.config
         h, attn_weights = self._read("attn_residual", depth, skip_partial, runs)
         normed = RMSNorm(config, config.norm_eps, name="attn_norm")(h)
-        mixer = KDA(config, name="kda") if self.mixer == "kda" else MLA(config, name="mla")
-        a, cache = mixer(normed, runs, cache)
+        max_logits = balance_loss = None
+        if self.mixer == "kda":
+            a, cache = KDA(config, name="kda")(normed, runs, cache)
+        else:
+            a, cache, max_logits = MLA(config, self.return_max_logits, name="mla")(normed, runs, cache)
         depth = self._write(depth, a)
         h, ffn_weights = self._read("ffn_residual", depth, None, runs)
         normed = RMSNorm(config, config.norm_eps, name="ffn_norm")(h)
         if self.is_dense:
             f, stats = FeedForward(config, config.dense_dim, name="mlp")(normed), None
         else:
-            f, stats = MoE(config, name="moe")(normed, runs)
+            f, stats, balance_loss = MoE(config, name="moe")(normed, runs)
         weights = {"attn": attn_weights, "ffn": ffn_weights} if self.return_depth_weights else None
-        return self._write(depth, f), LayerAux(router_stats=stats, cache=cache, depth_weights=weights)
+        return self._write(depth, f), LayerAux(router_stats=stats, cache=cache, depth_weights=weights, max_logits=max_logits, balance_loss=balance_loss)
 
     def _read(self, name: str, depth: Depth, skip_partial: Array | None, runs: Array | None) -> tuple[Hidden, Array | None]:
         if self.config.residual.kind == "plain":
@@ -102,6 +110,7 @@ class SuperBlock(nn.Module):
     opens_block: bool
     """Whether the first repeat opens a depth block: then `is_first` tells it apart."""
     return_depth_weights: bool
+    return_max_logits: bool
 
     @nn.compact
     def __call__(self, partial: Hidden, is_first: Array, caches: Any, bank: tuple[Hidden, ...],
@@ -109,7 +118,7 @@ class SuperBlock(nn.Module):
         depth, auxiliaries = Depth(bank=bank, partial=partial), []
         layer_class = remat_layer(self.config, in_scan=True)
         for step, (mixer, is_dense) in enumerate(self.kinds):
-            layer = layer_class(self.config, mixer, is_dense, self.return_depth_weights, name=f"step_{step}")
+            layer = layer_class(self.config, mixer, is_dense, self.return_depth_weights, self.return_max_logits, name=f"step_{step}")
             skip = is_first if self.opens_block and step == 0 and self.config.residual.kind == "block" else None
             depth, aux = layer(depth, skip, runs, None if caches is None else caches[step])
             auxiliaries.append(aux)

@@ -1,6 +1,6 @@
 """The language model: embedding, depth loop, head; its output, its variables and its caches."""
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -36,6 +36,10 @@ class ModelOutput:
     """The caches after these tokens; with cache."""
     depth_weights: dict[str, Float[Array, "S"]] | None = None
     """Site name -> mean weight of each depth source over valid tokens; with return_depth_weights."""
+    max_logits: Any = None
+    """Largest attention logit of each head, float32 [H], laid out like params: the leaf is at the layer's `mla`; with return_max_logits."""
+    balance_loss: Float[Array, ""] | None = None
+    """Summed over valid tokens and MoE layers, float32; with balancer auxiliary_loss."""
 
 
 class LongMoE(nn.Module):
@@ -44,13 +48,16 @@ class LongMoE(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: Tokens, segment_ids: SegmentIds | None = None, *, cache: Any = None, return_hidden: bool = False,
-                 return_depth_weights: bool = False) -> ModelOutput:
+                 return_depth_weights: bool = False, return_max_logits: bool = False) -> ModelOutput:
         """tokens int32 [B, T]; segment_ids int32 [B, T], 0 = padding, None = one document a row.
 
         cache: from init_cache or an earlier call; every row is then one document and segment_ids only marks padding (as 0) behind its tokens.
         """
         config = self.model_config
         _check_tokens(tokens, segment_ids)
+        if return_max_logits and cache is not None:
+            raise ValueError("return_max_logits: got a cache too, wanted a pass without one; largest logits are a training pass's")
+        asked = dict(return_depth_weights=return_depth_weights, return_max_logits=return_max_logits)
         runs = None if segment_ids is None else document_runs(segment_ids)
         table = self.param("embedding", nn.initializers.normal(config.init_std), (config.vocab_size, config.width), jnp.dtype(config.param_dtype))
         embedded = constrain(jnp.take(table, tokens, axis=0).astype(config.dtype))
@@ -61,7 +68,7 @@ class LongMoE(nn.Module):
                 depth = Depth(bank=(*depth.bank, depth.partial), partial=None)
             for group in block:
                 run = self._run_layer if group.repeats == 1 else self._run_scanned
-                depth, auxiliaries[group.name] = run(group, depth, runs, None if cache is None else cache[group.name], return_depth_weights)
+                depth, auxiliaries[group.name] = run(group, depth, runs, None if cache is None else cache[group.name], asked)
         h, output_weights = self._output(depth, runs)
         hidden = RMSNorm(config, config.norm_eps, name="final_norm")(h)
         head_init = start_from(table.T) if config.init == "mimetic" else nn.initializers.normal(config.init_std)
@@ -69,20 +76,21 @@ class LongMoE(nn.Module):
         weights = _depth_weights(config, auxiliaries, output_weights) if return_depth_weights and config.residual.kind != "plain" else None
         return ModelOutput(
             logits=None if return_hidden else project(config, hidden, head), hidden=hidden if return_hidden else None,
-            router_stats=_router_stats(auxiliaries), depth_weights=weights,
+            router_stats=_by_layer(auxiliaries, _stats_at_bias), depth_weights=weights, balance_loss=_balance_loss(auxiliaries),
+            max_logits=_by_layer(auxiliaries, lambda aux: None if aux.max_logits is None else {"mla": aux.max_logits}) if return_max_logits else None,
             cache=None if cache is None else {name: jax.tree.map(lambda aux: aux.cache, aux, is_leaf=_is_aux) for name, aux in auxiliaries.items()})
 
-    def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, weights: bool) -> tuple[Depth, LayerAux]:
+    def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, asked: Mapping[str, bool]) -> tuple[Depth, LayerAux]:
         mixer, is_dense = self._kind(group.start)
-        layer = remat_layer(self.model_config, in_scan=False)(self.model_config, mixer, is_dense, weights, name=group.name)
+        layer = remat_layer(self.model_config, in_scan=False)(self.model_config, mixer, is_dense, **asked, name=group.name)
         return layer(depth, None, runs, cache)
 
-    def _run_scanned(self, group: Group, depth: Depth, runs: Array | None, caches: Any, weights: bool) -> tuple[Depth, list[LayerAux]]:
+    def _run_scanned(self, group: Group, depth: Depth, runs: Array | None, caches: Any, asked: Mapping[str, bool]) -> tuple[Depth, list[LayerAux]]:
         kinds = tuple(self._kind(group.start + step) for step in range(group.period))
         scanned = nn.scan(SuperBlock, variable_axes={"params": 0, "router_state": 0}, split_rngs={"params": True},
                           in_axes=(0, 0, nn.broadcast, nn.broadcast), length=group.repeats)
         opens = depth.partial is None
-        body = scanned(self.model_config, kinds, opens, weights, name=group.name)
+        body = scanned(self.model_config, kinds, opens, **asked, name=group.name)
         partial = jnp.zeros_like(depth.bank[-1]) if opens else depth.partial
         partial, auxiliaries = body(partial, jnp.arange(group.repeats) == 0, caches, depth.bank, runs)
         return depth.replace(partial=partial), auxiliaries
@@ -134,17 +142,26 @@ def _is_aux(x: Any) -> bool:
     return isinstance(x, LayerAux)
 
 
-def _router_stats(auxiliaries: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers' statistics under the paths of their biases in router_state."""
-    at = lambda stats: {"moe": {"router": {"expert_bias": stats}}}
+def _by_layer(auxiliaries: Mapping[str, Any], pick: Callable[[LayerAux], Any]) -> dict[str, Any]:
+    """What `pick` takes from each layer, laid out like the variables; layers that it takes None from are left out."""
     result: dict[str, Any] = {}
     for name, aux in auxiliaries.items():
         if isinstance(aux, LayerAux):
-            if aux.router_stats is not None:
-                result[name] = at(aux.router_stats)
-        elif steps := {f"step_{i}": at(step.router_stats) for i, step in enumerate(aux) if step.router_stats is not None}:
+            if (picked := pick(aux)) is not None:
+                result[name] = picked
+        elif steps := {f"step_{i}": picked for i, step in enumerate(aux) if (picked := pick(step)) is not None}:
             result[name] = steps
     return result
+
+
+def _stats_at_bias(aux: LayerAux) -> dict[str, Any] | None:
+    """A layer's statistics under the path of its bias in router_state."""
+    return None if aux.router_stats is None else {"moe": {"router": {"expert_bias": aux.router_stats}}}
+
+
+def _balance_loss(auxiliaries: Mapping[str, Any]) -> Array | None:
+    losses = [jnp.sum(loss) for loss in jax.tree.leaves(_by_layer(auxiliaries, lambda aux: aux.balance_loss))]
+    return functools.reduce(jnp.add, losses) if losses else None
 
 
 def _depth_weights(config: ModelConfig, auxiliaries: Mapping[str, Any], output: Array) -> dict[str, Array]:

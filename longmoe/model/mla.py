@@ -14,14 +14,15 @@ QUERY_CHUNK = 1024
 
 def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], scale: float,
                      runs: Int[Array, "B T"] | None = None, precision: jax.lax.Precision | None = None,
-                     query_chunk: int = QUERY_CHUNK) -> Float[Array, "B T H Dv"]:
-    """softmax(scale q k^T) v over earlier tokens of the same document; softmax and output in float32.
+                     query_chunk: int = QUERY_CHUNK, return_max_logits: bool = False) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
+    """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head); both float32.
 
-    runs: document of each token, 0 = padding (output 0). Scores are held for `query_chunk` queries at a time, in both directions.
+    runs: document of each token, 0 = padding (output 0). Scores are held for `query_chunk` queries at a time, in both directions. The largest
+    logits are over the pairs that the softmax sees, carry no gradient, and are float32's lowest number where there is no pair.
     """
     tokens = q.shape[1]
     if tokens <= query_chunk:
-        return _attend(q, k, v, jnp.arange(tokens), runs, runs, scale, precision)
+        return _attend(q, k, v, jnp.arange(tokens), runs, runs, scale, precision, return_max_logits)
     chunks = -(-tokens // query_chunk)
     pad = chunks * query_chunk - tokens
 
@@ -30,44 +31,52 @@ def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, query_chunk, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one(chunk: tuple[Array, Array, Array | None]) -> Array:
+    def one(chunk: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None]:
         q_chunk, positions, query_runs = chunk
-        return _attend(q_chunk, k, v, positions, query_runs, runs, scale, precision)
+        return _attend(q_chunk, k, v, positions, query_runs, runs, scale, precision, return_max_logits)
 
     positions = jnp.arange(chunks * query_chunk).reshape(chunks, query_chunk)
-    out = jax.lax.map(one, (cut(q), positions, None if runs is None else cut(runs)))
-    return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :tokens]
+    out, largest = jax.lax.map(one, (cut(q), positions, None if runs is None else cut(runs)))
+    out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :tokens]
+    return out, jnp.max(largest, axis=0) if return_max_logits else None
 
 
 def _attend(q: Array, k: Array, v: Array, positions: Array, query_runs: Array | None, key_runs: Array | None, scale: float,
-            precision: jax.lax.Precision | None) -> Array:
+            precision: jax.lax.Precision | None, return_max_logits: bool) -> tuple[Array, Array | None]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide, precision=precision) * scale
     mask = (jnp.arange(k.shape[1]) <= positions[:, None])[None]
     if query_runs is not None:
         mask = mask & (query_runs[:, :, None] == key_runs[:, None, :]) & (key_runs > 0)[:, None, :]
-    weights = _masked_softmax(scores, mask[:, None])
-    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v, preferred_element_type=wide, precision=precision)
+    weights, largest = _masked_softmax(scores, mask[:, None])
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v, preferred_element_type=wide, precision=precision)
+    if not return_max_logits:
+        return out, None
+    # The last chunk's queries past the end are zeros, whose logits are no token's.
+    largest = jnp.where((positions < k.shape[1])[:, None], largest, jnp.finfo(largest.dtype).min)
+    return out, jnp.max(largest, axis=(0, 2, 3))
 
 
-def _masked_softmax(scores: Array, mask: Array) -> Array:
-    """Softmax over the last axis where mask holds; a row that nothing is open to gives zeros."""
+def _masked_softmax(scores: Array, mask: Array) -> tuple[Array, Array]:
+    """(softmax over the last axis where mask holds, its largest score [..., 1] without gradient); a row that nothing is open to gives zeros."""
     scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    weights = jnp.where(mask, jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))), 0)
+    largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
+    weights = jnp.where(mask, jnp.exp(scores - largest), 0)
     total = jnp.sum(weights, -1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1)
+    return weights / jnp.where(total > 0, total, 1), largest
 
 
 class MLA(nn.Module):
     """Token mixer with full attention; its cache holds kv_lora_rank + rope_dim numbers a token."""
     config: ModelConfig
+    return_max_logits: bool = False
 
     @nn.compact
     def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
-                 cache: MLACache | None = None) -> tuple[Hidden, MLACache | None]:
+                 cache: MLACache | None = None) -> tuple[Hidden, MLACache | None, Float[Array, "H"] | None]:
         """runs: document of each token, 0 = padding. With a cache every row is one document, so runs only tells padding.
 
-        Returns the output and, where one was given, the cache after x.
+        Returns the output; where one was given, the cache after x; with return_max_logits, and without a cache, each head's largest logit.
         """
         config, mla = self.config, self.config.mla
         batch, tokens, width = x.shape
@@ -82,8 +91,9 @@ class MLA(nn.Module):
             kv = jnp.einsum("btr,rhd->bthd", compressed, kv_b, precision=precision(config))
             keys = jnp.concatenate([kv[..., :mla.nope_dim],
                                     jnp.broadcast_to(shared[:, :, None], (batch, tokens, mla.num_heads, mla.rope_dim))], axis=-1)
-            o = causal_attention(q, keys, kv[..., mla.nope_dim:], scale, runs, precision(config))
+            o, largest = causal_attention(q, keys, kv[..., mla.nope_dim:], scale, runs, precision(config), return_max_logits=self.return_max_logits)
         else:
+            largest = None
             valid = None if runs is None else runs > 0
             start = cache.length
             cache = append_latents(cache, jnp.concatenate([compressed, shared], axis=-1), valid)
@@ -91,7 +101,7 @@ class MLA(nn.Module):
         if mla.use_output_gate:
             gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
             o = o * jax.nn.sigmoid(gate).reshape(o.shape)
-        return linear(config, width, "o_proj")(o.astype(x.dtype).reshape(batch, tokens, -1)), cache
+        return linear(config, width, "o_proj")(o.astype(x.dtype).reshape(batch, tokens, -1)), cache, largest
 
     def _queries(self, x: Hidden) -> Array:
         config, mla = self.config, self.config.mla
@@ -110,6 +120,6 @@ class MLA(nn.Module):
         counts = jnp.arange(1, q.shape[1] + 1)[None] if valid is None else jnp.cumsum(valid, axis=1)
         seen = start[:, None] + counts                                  # tokens of the row up to and with each query
         mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
-        weights = _masked_softmax(scores, mask[:, None]).astype(q.dtype)
+        weights = _masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
         mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
         return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)

@@ -62,8 +62,8 @@ class MoE(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None) -> tuple[Hidden, balancers.Statistics]:
-        """runs: document of each token, 0 = padding (routed nowhere, counted nowhere). Returns the output and the router's statistics."""
+    def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None) -> tuple[Hidden, balancers.Statistics, Float[Array, ""] | None]:
+        """runs: document of each token, 0 = padding (routed nowhere, counted nowhere). Returns the output, the router's statistics and its balance loss."""
         config, moe = self.config, self.config.moe
         routing, stats = Router(config, name="router")(x, runs)
         latent = x.shape[-1] if moe.latent_dim is None else moe.latent_dim
@@ -79,4 +79,4 @@ class MoE(nn.Module):
             y = linear(config, x.shape[-1], "latent_up")(y)
         if moe.num_shared_experts:
             y = y + FeedForward(config, moe.num_shared_experts * moe.shared_expert_dim, name="shared")(x)
-        return y, stats
+        return y, stats, routing.balance_loss

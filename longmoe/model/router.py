@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from longmoe.balancing import balancers
+from longmoe.balancing import auxiliary, balancers
 from longmoe.configs import ModelConfig
 from longmoe.model.layers import float_dtype
 from longmoe.parallel.experts import over_tokens
@@ -19,6 +19,8 @@ class Routing:
     """int32; num_experts for padding: no expert."""
     combine_weights: Float[Array, "B T K"]
     """float32; differentiable in the scores."""
+    balance_loss: Float[Array, ""] | None
+    """Summed over valid tokens, float32, differentiable in the scores; None unless the balancer is auxiliary_loss."""
 
 
 class Router(nn.Module):
@@ -45,4 +47,5 @@ class Router(nn.Module):
         if moe.renormalize:
             chosen = chosen / (jnp.sum(chosen, -1, keepdims=True) + 1e-20)
         weights = jnp.where(valid[..., None], chosen * moe.routed_scale, 0)
-        return Routing(jnp.where(valid[..., None], expert_ids, moe.num_experts), weights), stats
+        loss = auxiliary.balance_loss(scores, expert_ids, valid, moe.balance_loss_over) if moe.balancer == "auxiliary_loss" else None
+        return Routing(jnp.where(valid[..., None], expert_ids, moe.num_experts), weights, loss), stats

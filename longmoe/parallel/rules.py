@@ -37,14 +37,15 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"(.*/)?(attn|ffn|output)_residual/(query|scale)", WHOLE),
 )
 
-MATRICES: tuple[tuple[str, tuple[int, int]], ...] = (
-    (r".*/experts_gate_up", (1, 3)),
-    (r".*/experts_down", (1, 2)),
-    (r".*/mla/kv_b_proj", (0, 2)),
-    (r".*/(kda/(q|k|v|g|f_a|f_b|g_a|g_b|o)_proj|mla/(q_a|q_b|kv_a|g|o)_proj)/kernel", (0, 1)),
-    (r".*/((mlp|shared)/(gate|up|down)_proj|latent_(down|up))/kernel", (0, 1)),
+MatrixAxes = tuple[tuple[int, ...], tuple[int, ...]]
+MATRICES: tuple[tuple[str, MatrixAxes], ...] = (
+    (r".*/experts_gate_up", ((1,), (3,))),
+    (r".*/experts_down", ((1,), (2,))),
+    (r".*/mla/kv_b_proj", ((0,), (1, 2))),
+    (r".*/(kda/(q|k|v|g|f_a|f_b|g_a|g_b|o)_proj|mla/(q_a|q_b|kv_a|g|o)_proj)/kernel", ((0,), (1,))),
+    (r".*/((mlp|shared)/(gate|up|down)_proj|latent_(down|up))/kernel", ((0,), (1,))),
 )
-"""Parameters that Muon takes, with the input and the output axis of a matrix: their other axes (experts, the gate and up halves, heads) count matrices.
+"""Parameters that Muon takes, with the input and the output axes of a matrix: their other axes (experts, the gate and up halves) count matrices.
 The router and beta's projection, whose rows are choices and scalars of heads, stay with AdamW."""
 
 
@@ -66,12 +67,13 @@ def spec_of(name: str) -> PartitionSpec:
     return PartitionSpec(None, *specs[0]) if is_stacked(name) else specs[0]
 
 
-def matrix_axes(name: str) -> tuple[int, int] | None:
-    """Input and output axis of the matrices in the parameter at this path; None for one that is no matrix to an optimizer."""
+def matrix_axes(name: str) -> MatrixAxes | None:
+    """Input and output axes of the matrices in the parameter at this path; None for one that is no matrix to an optimizer."""
     for pattern, axes in MATRICES:
         if re.fullmatch(pattern, name):
             # Scanned layers are one more axis, in front.
-            return axes[0] + is_stacked(name), axes[1] + is_stacked(name)
+            rows, columns = (tuple(axis + is_stacked(name) for axis in side) for side in axes)
+            return rows, columns
     return None
 
 

@@ -14,6 +14,7 @@ from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
 from longmoe.train.checkpoints import Checkpoints, delete_checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
+from longmoe.train.monitor import Monitor
 from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, write_run_json
 from longmoe.train.signals import StopSignals
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
@@ -66,7 +67,7 @@ def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: i
                 log.info("resuming from step %d as asked: dropping the checkpoints of steps %s and the metrics of later steps", start, later)
                 checkpoints.drop_after(start)
             write_run_json(paths, cfg, mesh)
-            recorder = _Recorder(cfg, paths, files, start)
+            recorder = _Recorder(cfg, paths, files, mesh.devices.flatten().tolist(), start)
             if start < cfg.steps:
                 state = _train(cfg, recorder, checkpoints, signals, mesh, state, loader)
             recorder.close()
@@ -95,7 +96,7 @@ class _Pending(NamedTuple):
 def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, state: TrainState,
            loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> TrainState:
     start = int(state.step)
-    with ProgressDisplay(recorder.run_name, cfg.steps, start) as progress:
+    with ProgressDisplay(recorder.run_name, cfg.steps, start) as progress, recorder.monitor:
         batch, data_state = next(loader)
         progress.say("compiling")
         began = time.monotonic()
@@ -104,7 +105,7 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
         if signals.received:                                            # before the first step: there is nothing to save
             return state
         progress.begin()
-        recorder.start()
+        recorder.monitor.start()
         pending: _Pending | None = None
         for step in range(start + 1, cfg.steps + 1):
             state, metrics = step_fn(state, {name: batch[name] for name in KEYS})
@@ -130,8 +131,9 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
 class _Recorder:
     """Writes steps down and stops a run that no longer learns."""
 
-    def __init__(self, cfg: TrainConfig, paths: RunPaths, files: GrowingFiles, step: int):
+    def __init__(self, cfg: TrainConfig, paths: RunPaths, files: GrowingFiles, devices: list[jax.Device], step: int):
         self._cfg, self._paths, self._files = cfg, paths, files
+        self.monitor = Monitor(cfg, paths.root, devices, step)
         self._file = MetricsFile(files.metrics, step)
         self._skipped: list[_Pending] = []
 
@@ -139,17 +141,15 @@ class _Recorder:
     def run_name(self) -> str:
         return self._paths.root.name
 
-    def start(self) -> None:
-        self._began = self._last = time.monotonic()
-
     def record(self, step: _Pending, progress: ProgressDisplay) -> None:
         metrics = jax.device_get(step.metrics)
-        now = time.monotonic()
-        rate = step.tokens / max(now - self._last, 1e-9)
-        self._last = now
-        if step.step % self._cfg.log_every == 0 or step.step == self._cfg.steps or metrics["skipped"]:
-            self._file.write(step.step, metrics | dict(tokens_per_second=rate, elapsed_seconds=now - self._began))
-        progress.update(step.step, float(metrics["loss"]), rate)
+        metrics |= self.monitor.measure(step.tokens)
+        logged = bool(step.step % self._cfg.log_every == 0 or step.step == self._cfg.steps or metrics["skipped"])
+        if logged:
+            metrics |= self.monitor.memory()
+            self._file.write(step.step, metrics)
+        self.monitor.observe(step.step, metrics, logged)
+        progress.update(step.step, float(metrics["loss"]), metrics["tokens_per_second"])
         self._skipped = [*self._skipped, step] if metrics["skipped"] else []
         if len(self._skipped) >= self._cfg.max_skipped_steps:
             self._stop()

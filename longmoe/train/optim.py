@@ -1,4 +1,5 @@
-"""The optimizers by parameter path, warm-up and cosine, gradient clip. The learning rate follows the train state's step."""
+"""The optimizers by parameter path, the learning rate's schedules, gradient clip. The learning rate follows the train state's step."""
+import math
 import re
 from typing import Any
 
@@ -6,22 +7,33 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from longmoe.configs import OptimConfig, TrainConfig
-from longmoe.parallel.rules import matrix_axes, path_name
+from longmoe.configs import ModelConfig, OptimConfig, TrainConfig
+from longmoe.parallel.rules import is_stacked, matrix_axes, path_name
 from longmoe.shapes import Array, Float, Int
 
 UNDECAYED = r".*(_norm(/scale)?|_residual/(query|scale)|a_log|dt_bias|_conv|embedding)"
 """Parameters that weight decay leaves alone: norms, depth queries, decay gates, convolutions (FLA's flags) and the embedding, whose rows see
 a gradient only when their token does."""
+FLAT_HEADS = r".*/(kda/(q|k|v)_proj|mla/q_b_proj)/kernel"
+"""Projections whose output axis is all heads' channels, head by head."""
+KEY_VALUE = r".*/mla/kv_b_proj"
+"""MLA's expansion [rank, H, nope + v]: a head's keys, then its values."""
+
 
 def learning_rate(cfg: TrainConfig, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Linear from 0 over warmup_steps, then a cosine to final_learning_rate at the last step; float32."""
+    """Linear from 0 over warmup_steps, then by OptimConfig.schedule; float32."""
     optim = cfg.optim
     step = jnp.asarray(step, jnp.float32)
     warm = jnp.minimum(1.0, (step + 1) / max(1, optim.warmup_steps))
-    progress = jnp.clip((step - optim.warmup_steps) / max(1, cfg.steps - optim.warmup_steps), 0, 1)
-    cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
-    return warm * (optim.final_learning_rate + (optim.learning_rate - optim.final_learning_rate) * cosine)
+    since = lambda start: jnp.clip((step - start) / max(1, cfg.steps - start), 0, 1)
+    match optim.schedule:
+        case "cosine":
+            share = 0.5 * (1 + jnp.cos(jnp.pi * since(optim.warmup_steps)))
+        case "wsd":
+            share = 1 - since(cfg.steps * (1 - optim.decay_share))
+        case "constant":
+            share = 1.0
+    return warm * (optim.final_learning_rate + (optim.learning_rate - optim.final_learning_rate) * share)
 
 
 def decayed(params: Any) -> Any:
@@ -35,22 +47,62 @@ def optimizer_labels(optim: OptimConfig, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if muon(path) else "adamw", params)
 
 
-def _to_rms(name: str, update: Array, rms: float) -> float:
-    """An orthogonal matrix of r rows and c columns has root mean square 1 / sqrt(max(r, c)); the factor that makes it `rms`."""
-    return rms * max(update.shape[axis] for axis in matrix_axes(name)) ** 0.5
-
-
-def _dimension_numbers(name: str) -> optax.contrib.MuonDimensionNumbers | None:
-    axes = matrix_axes(name)
-    return None if axes is None else optax.contrib.MuonDimensionNumbers(*axes)
-
-
-def make_optimizer(optim: OptimConfig) -> optax.GradientTransformation:
+def make_optimizer(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformation:
     """Updates before the learning rate: clip, Muon or Adam in float32, decoupled weight decay. The caller multiplies by -learning_rate."""
     clip = optax.identity() if optim.gradient_clip is None else optax.clip_by_global_norm(optim.gradient_clip)
     adam = optax.scale_by_adam(optim.beta1, optim.beta2, optim.eps)
-    axes = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: _dimension_numbers(path_name(path)), params)
-    even = optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(lambda path, u: u * _to_rms(path_name(path), u, optim.muon_rms), updates))
-    muon = optax.chain(optax.contrib.scale_by_muon(beta=optim.muon_momentum, weight_dimension_numbers=axes), even)
-    by_path = optax.partition({"muon": muon, "adamw": adam}, lambda params: optimizer_labels(optim, params))
+    by_path = optax.partition({"muon": _muon(optim, model), "adamw": adam}, lambda params: optimizer_labels(optim, params))
     return optax.chain(clip, by_path, optax.add_decayed_weights(optim.weight_decay, mask=decayed))
+
+
+def _muon(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformation:
+    """optax's Muon on each parameter's matrices, its update scaled to a root mean square of muon_rms.
+
+    The momentum is kept in the parameter's own shape, and so lies on the mesh like the parameter; matrices are cut out of it for the update only.
+    """
+    inner = optax.contrib.scale_by_muon(beta=optim.muon_momentum, weight_dimension_numbers=_dimension_numbers)
+
+    def cut(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, x: _cut(optim, model, path_name(path), x), tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        parts, new = inner.update(cut(updates), state._replace(mu=cut(state.mu)))
+        parts = jax.tree.map(lambda u, axes: u * (optim.muon_rms * _longer_side(u, axes) ** 0.5), parts, _dimension_numbers(parts))
+        join = lambda tree: jax.tree.map(_join, updates, tree)
+        return join(parts), new._replace(mu=join(new.mu))
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def _cut(optim: OptimConfig, model: ModelConfig, name: str, x: Array) -> dict[str, Array]:
+    """The parts of a parameter whose matrices are of one size. "whole", or in per-head form: "heads" [.., in, H, out], "keys" and "values" likewise."""
+    if optim.muon_per_head and re.fullmatch(FLAT_HEADS, name):
+        heads = model.kda.num_heads if "/kda/" in name else model.mla.num_heads
+        return {"heads": x.reshape(*x.shape[:-1], heads, -1)}
+    if optim.muon_per_head and re.fullmatch(KEY_VALUE, name):
+        return {"keys": x[..., :model.mla.nope_dim], "values": x[..., model.mla.nope_dim:]}
+    return {"whole": x}
+
+
+def _join(like: Array, parts: dict[str, Array]) -> Array:
+    """The inverse of `_cut`."""
+    if "keys" in parts:
+        return jnp.concatenate([parts["keys"], parts["values"]], axis=-1)
+    (part,) = parts.values()
+    return part.reshape(like.shape)
+
+
+def _dimension_numbers(parts: Any) -> Any:
+    """The axes of the matrices in each part that `_cut` made; its other axes count matrices."""
+    def axes(path: tuple[Any, ...], _: Array) -> optax.contrib.MuonDimensionNumbers:
+        name, part = path_name(path).rsplit("/", 1)
+        if part == "whole":
+            return optax.contrib.MuonDimensionNumbers(*matrix_axes(name))
+        return optax.contrib.MuonDimensionNumbers((0 + is_stacked(name),), (2 + is_stacked(name),))
+
+    return jax.tree_util.tree_map_with_path(axes, parts)
+
+
+def _longer_side(x: Array, axes: optax.contrib.MuonDimensionNumbers) -> int:
+    """An orthogonal matrix of r rows and c columns has root mean square 1 / sqrt(max(r, c))."""
+    return max(math.prod(x.shape[axis] for axis in side) for side in axes)

@@ -31,7 +31,7 @@ def _init(cfg: TrainConfig, key: Array) -> TrainState:
     variables = LongMoE(cfg.model).init(init_key, jnp.zeros((1, 8), jnp.int32))
     params = variables["params"]
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, router_state=variables.get("router_state", {}),
-                      opt_state=make_optimizer(cfg.optim).init(params), rng=run_key)
+                      opt_state=make_optimizer(cfg.optim, cfg.model).init(params), rng=run_key)
 
 
 def abstract_train_state(cfg: TrainConfig, mesh: Mesh) -> TrainState:

@@ -1,6 +1,6 @@
 """The train step: one pure function of (state, batch)."""
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longmoe.balancing import balancers
-from longmoe.balancing.metrics import max_violation
+from longmoe.balancing.metrics import dead_experts, load_entropy, max_violation
 from longmoe.configs import TrainConfig
 from longmoe.model.depth import split_layers
 from longmoe.model.lm import LongMoE
@@ -16,6 +16,7 @@ from longmoe.parallel.mesh import BATCH_AXES, constrain
 from longmoe.shapes import Array
 from longmoe.train.losses import chunked_cross_entropy
 from longmoe.train.optim import learning_rate, make_optimizer
+from longmoe.train.qk_clip import clip_queries_and_keys, layer_maxima
 from longmoe.train.state import TrainState, state_shardings
 
 Batch = Mapping[str, Array]
@@ -25,29 +26,48 @@ KEYS = ("tokens", "targets", "loss_weights", "segment_ids")
 """What a step reads of a batch; anything else (source ids) stays on the host."""
 
 
-def loss_and_stats(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> tuple[Array, tuple[Array, Any]]:
-    """Sums over a (micro-)batch: the objective, and (negative log-likelihood in nats, router statistics)."""
-    output = LongMoE(cfg.model).apply({"params": params, "router_state": router_state}, batch["tokens"], batch["segment_ids"], return_hidden=True)
-    objective, nll = chunked_cross_entropy(cfg.model, output.hidden, params["lm_head"], batch["targets"], batch["loss_weights"],
-                                           chunk=cfg.optim.loss_chunk, z_loss=cfg.optim.z_loss)
-    return objective, (nll, output.router_stats)
+class Accumulated(NamedTuple):
+    """What a step needs of its batch."""
+    grads: Any
+    """Of the mean objective, float32."""
+    nll: Array
+    """Mean negative log-likelihood, nats a trained token."""
+    stats: Any
+    """Router statistics: integer sums."""
+    balance_loss: Array | None
+    """Mean over valid tokens, summed over MoE layers; None under balancers that have none."""
+    max_logits: Any
+    """Largest logit of each MLA head (ModelOutput.max_logits); None without qk_clip."""
+
+    def merge(self, other: "Accumulated") -> "Accumulated":
+        """Both micro-batches together: sums, and the larger logits."""
+        add = lambda a, b: jax.tree.map(jnp.add, a, b)
+        return Accumulated(*map(add, self[:-1], other[:-1]), jax.tree.map(jnp.maximum, self.max_logits, other.max_logits))
 
 
-def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> tuple[Any, Array, Any]:
-    """(float32 gradients of the mean objective, mean nll, router statistics) of the batch, in cfg.accumulation_steps micro-batches.
+def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -> Accumulated:
+    """Gradients and sums of the batch, in cfg.accumulation_steps micro-batches.
 
-    Every micro-batch is weighed by the whole batch's loss weights, so how the batch is cut changes no more than rounding.
+    Every micro-batch is weighed by the whole batch's loss weights and valid tokens, so how the batch is cut changes no more than rounding
+    (but for a balance loss over the micro-batch).
     """
-    total = jnp.sum(batch["loss_weights"].astype(jnp.float32))
-    scale = 1 / jnp.where(total > 0, total, 1)
+    share = lambda total: 1 / jnp.where(total > 0, total, 1)
+    scale, valid_scale = share(jnp.sum(batch["loss_weights"].astype(jnp.float32))), share(jnp.sum(batch["segment_ids"] > 0))
 
-    def mean_objective(params: Any, part: Batch) -> tuple[Array, tuple[Array, Any]]:
-        objective, (nll, stats) = loss_and_stats(cfg, params, router_state, part)
-        return objective * scale, (nll * scale, stats)
+    def mean_objective(params: Any, part: Batch) -> tuple[Array, tuple[Any, ...]]:
+        output = LongMoE(cfg.model).apply({"params": params, "router_state": router_state}, part["tokens"], part["segment_ids"], return_hidden=True,
+                                          return_max_logits=cfg.optim.qk_clip is not None)
+        objective, nll = chunked_cross_entropy(cfg.model, output.hidden, params["lm_head"], part["targets"], part["loss_weights"],
+                                               chunk=cfg.optim.loss_chunk, z_loss=cfg.optim.z_loss)
+        objective, balance_loss = objective * scale, output.balance_loss
+        if balance_loss is not None:
+            balance_loss = balance_loss * valid_scale
+            objective = objective + cfg.model.moe.balance_loss * balance_loss
+        return objective, (nll * scale, output.router_stats, balance_loss, output.max_logits)
 
-    def one(part: Batch) -> tuple[Any, Array, Any]:
-        (_, (nll, stats)), grads = jax.value_and_grad(mean_objective, has_aux=True)(params, part)
-        return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), nll, stats
+    def one(part: Batch) -> Accumulated:
+        (_, sums), grads = jax.value_and_grad(mean_objective, has_aux=True)(params, part)
+        return Accumulated(jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), grads), *sums)
 
     if cfg.accumulation_steps == 1:
         return one(batch)
@@ -55,19 +75,24 @@ def accumulate(cfg: TrainConfig, params: Any, router_state: Any, batch: Batch) -
     cut = lambda x: constrain(jnp.moveaxis(x.reshape(-1, cfg.accumulation_steps, *x.shape[1:]), 1, 0), PartitionSpec(None, *ROWS))
     parts = {name: cut(batch[name]) for name in KEYS}
     shapes = jax.eval_shape(one, {name: x[0] for name, x in parts.items()})
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    sums, _ = jax.lax.scan(lambda sums, part: (jax.tree.map(jnp.add, sums, one(part)), None), zeros, parts)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    nothing = nothing._replace(max_logits=jax.tree.map(lambda x: jnp.full(x.shape, jnp.finfo(x.dtype).min, x.dtype), shapes.max_logits))
+    sums, _ = jax.lax.scan(lambda sums, part: (sums.merge(one(part)), None), nothing, parts)
     return sums
 
 
-def apply_updates(cfg: TrainConfig, state: TrainState, grads: Any, stats: Any) -> tuple[TrainState, Metrics]:
-    """One optimizer step and one solve of the balancer; where the gradients are not finite, the state with its step counted up and nothing else changed."""
+def apply_updates(cfg: TrainConfig, state: TrainState, sums: Accumulated) -> tuple[TrainState, Metrics]:
+    """One optimizer step, QK-Clip and one solve of the balancer; where the gradients are not finite, the state with its step counted up and nothing else
+    changed."""
+    grads = sums.grads
     rate = learning_rate(cfg, state.step)
     grad_norm = optax.tree.norm(grads)
-    updates, opt_state = make_optimizer(cfg.optim).update(grads, state.opt_state, state.params)
+    updates, opt_state = make_optimizer(cfg.optim, cfg.model).update(grads, state.opt_state, state.params)
     updates = jax.tree.map(lambda u: -rate * u, updates)
     params = jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), state.params, updates)
-    router_state = jax.tree.map(lambda bias, counts: balancers.update(cfg.model.moe, counts, bias), state.router_state, stats)
+    if cfg.optim.qk_clip is not None:
+        params = clip_queries_and_keys(cfg.model, params, sums.max_logits, cfg.optim.qk_clip)
+    router_state = jax.tree.map(lambda bias, counts: balancers.update(cfg.model.moe, counts, bias), state.router_state, sums.stats)
     finite = jnp.isfinite(grad_norm)
     keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
     new = state.replace(step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state),
@@ -77,27 +102,33 @@ def apply_updates(cfg: TrainConfig, state: TrainState, grads: Any, stats: Any) -
     return new, metrics
 
 
-def _router_metrics(cfg: TrainConfig, stats: Any) -> Metrics:
-    layers = split_layers(cfg.model, stats)
+def _layer_metrics(cfg: TrainConfig, sums: Accumulated) -> Metrics:
+    layers = split_layers(cfg.model, sums.stats)
     loads = [layers[layer]["moe"]["router"]["expert_bias"].load for layer in sorted(layers)]
     load = jnp.stack(loads) if loads else jnp.zeros((0, cfg.model.moe.num_experts), jnp.int32)
-    return dict(max_violation=max_violation(load), expert_load=load)
+    metrics = dict(max_violation=max_violation(load), dead_experts=dead_experts(load), load_entropy=load_entropy(load), expert_load=load)
+    if sums.balance_loss is not None:
+        metrics["balance_loss"] = sums.balance_loss / max(1, cfg.model.num_moe_layers)
+    if sums.max_logits:
+        metrics["max_logit"] = jnp.max(layer_maxima(cfg.model, sums.max_logits), axis=-1)
+    return metrics
 
 
 def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """step(state, batch) -> (state, metrics): pure, jitted, donates the state.
 
     batch: tokens, targets int32 [B, T], loss_weights float32 [B, T], segment_ids int32 [B, T]; B a multiple of cfg.accumulation_steps.
-    metrics: loss (nats a trained token), grad_norm, param_norm, update_norm, learning_rate, tokens (trained), skipped (0 or 1),
-    max_violation [MoE layers], expert_load int32 [MoE layers, E].
+    metrics: loss (nats a trained token), grad_norm, param_norm, update_norm, learning_rate, tokens (trained), skipped (0 or 1); max_violation,
+    dead_experts, load_entropy [MoE layers], expert_load int32 [MoE layers, E]; with balancer auxiliary_loss balance_loss (mean over MoE layers, 1 is
+    even); with qk_clip max_logit [MLA layers].
     """
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         _check_batch(cfg, batch)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             batch = {name: constrain(batch[name], ROWS) for name in KEYS}
-            grads, nll, stats = accumulate(cfg, state.params, state.router_state, batch)
-            new, metrics = apply_updates(cfg, state, grads, stats)
-            metrics |= dict(loss=nll, tokens=jnp.sum(batch["loss_weights"] > 0), **_router_metrics(cfg, stats))
+            sums = accumulate(cfg, state.params, state.router_state, batch)
+            new, metrics = apply_updates(cfg, state, sums)
+            metrics |= dict(loss=sums.nll, tokens=jnp.sum(batch["loss_weights"] > 0), **_layer_metrics(cfg, sums))
         new = jax.lax.with_sharding_constraint(new, state_shardings(mesh, new))
         return new, jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
 

@@ -33,8 +33,8 @@ def compiled(cfg):
 
 
 def loss_grads_stats(cfg, variables, batch):
-    grads, loss, stats = compiled(cfg)(variables, batch)
-    return loss, grads, stats
+    sums = compiled(cfg)(variables, batch)
+    return sums.nll, sums.grads, sums.stats
 
 
 def numbered(model):

@@ -32,6 +32,8 @@ def two_steps(cfg, mesh, batch):
 @pytest.fixture(scope="module")
 def single():
     cfg, batch = tiny_train(**WIDE), batch_of(jax.random.key(2))
+    # Low enough that it clips heads: the largest logits and the clip are compared too.
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, qk_clip=0.1))
     return cfg, batch, two_steps(cfg, make_mesh(MeshConfig(), jax.devices()[:1]), batch)
 
 
@@ -43,6 +45,8 @@ def test_eight_devices_equal_one(single, name):
         for metric in ("loss", "grad_norm", "param_norm", "update_norm", "learning_rate"):
             np.testing.assert_allclose(a[metric], b[metric], rtol=2e-5, err_msg=metric)
         np.testing.assert_array_equal(a["expert_load"], b["expert_load"])
+        np.testing.assert_allclose(a["max_logit"], b["max_logit"], rtol=1e-4)
+    assert (want[0]["max_logit"] > 0.1).any()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), state.router_state, want_state.router_state)
     for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(abstract_train_state(cfg, make_mesh(MESHES[name])))):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)

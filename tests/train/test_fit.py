@@ -44,7 +44,8 @@ def whole(tmp_path_factory):
 def test_files_of_a_run(whole):
     lines = read_lines(whole.paths.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert {"loss", "grad_norm", "learning_rate", "max_violation", "tokens_per_second", "elapsed_seconds"} <= set(lines[0])
+    assert {"loss", "grad_norm", "learning_rate", "max_violation", "dead_experts", "load_entropy", "tokens_per_second", "step_seconds",
+            "elapsed_seconds"} <= set(lines[0])
     assert "expert_load" in lines[0] and "expert_load" not in lines[1]
     record = json.loads(whole.paths.run_json.read_text())
     assert from_json(TrainConfig, json.dumps(record["config"])) == config()
@@ -67,7 +68,8 @@ def test_resume_is_exact_to_the_bit(whole, tmp_path, monkeypatch):
     monkeypatch.setattr(loop._Recorder, "record", recorder)
     again = longmoe.fit(config(), str(tmp_path / "run"))
     jax.tree.map(np.testing.assert_array_equal, plain(again.state), plain(whole.state))
-    strip = lambda paths: [{k: v for k, v in line.items() if k not in ("tokens_per_second", "elapsed_seconds")} for line in read_lines(paths.metrics)]
+    clock = ("tokens_per_second", "elapsed_seconds", "step_seconds")
+    strip = lambda paths: [{k: v for k, v in line.items() if k not in clock} for line in read_lines(paths.metrics)]
     assert strip(again.paths) == strip(whole.paths)
     finished = longmoe.fit(config(), str(tmp_path / "run"))
     jax.tree.map(np.testing.assert_array_equal, plain(finished.state), plain(whole.state))

@@ -1,5 +1,6 @@
 """The train step: the contract's metrics, the guard against non-finite gradients, the balancer, the optimizer's table."""
 import dataclasses
+import functools
 import re
 
 import jax
@@ -15,7 +16,7 @@ from longmoe.parallel.mesh import make_mesh
 from longmoe.parallel.rules import path_name
 from longmoe.train.optim import decayed, learning_rate, make_optimizer, optimizer_labels
 from longmoe.train.state import init_train_state
-from longmoe.train.step import accumulate, make_train_step
+from longmoe.train.step import Accumulated, accumulate, apply_updates, make_train_step
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def test_one_step_is_adamw_by_hand(case):
     cfg, _, step, batch = case
     state = fresh(case)
     before = host(state)
-    grads, loss, stats = jax.jit(lambda p, r: accumulate(cfg, p, r, batch))(state.params, state.router_state)
+    grads, loss, stats, *_ = jax.jit(lambda p, r: accumulate(cfg, p, r, batch))(state.params, state.router_state)
     after, metrics = step(state, batch)
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
@@ -61,7 +62,7 @@ def test_metrics_are_the_contracts(case):
     cfg, _, step, batch = case
     _, metrics = step(fresh(case), batch)
     scalars = {"loss", "grad_norm", "param_norm", "update_norm", "learning_rate", "tokens", "skipped"}
-    assert set(metrics) == scalars | {"max_violation", "expert_load"}
+    assert set(metrics) == scalars | {"max_violation", "dead_experts", "load_entropy", "expert_load"}
     assert all(metrics[name].shape == () for name in scalars)
     layers = cfg.model.num_moe_layers
     assert metrics["max_violation"].shape == (layers,) and metrics["expert_load"].shape == (layers, cfg.model.moe.num_experts)
@@ -104,6 +105,53 @@ def test_no_balancer_leaves_the_bias(case):
     assert not any(np.any(x) for x in jax.tree.leaves(state.router_state)) and np.any(metrics["max_violation"])
 
 
+def two_layers(balancer, **changes):
+    """Attention only, the second layer with experts: little to compile."""
+    model = tiny_model(num_layers=2, mla_every=1)
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, balancer=balancer, **changes))
+    return dataclasses.replace(tiny_train(), model=model)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def accumulated(cfg, variables, batch):
+    return accumulate(cfg, variables["params"], variables["router_state"], batch)
+
+
+def test_the_balance_loss_enters_the_objective_and_not_the_loss(key):
+    cfg, batch = two_layers("auxiliary_loss", balance_loss=0.5), batch_of(key)
+    variables = longmoe.init_variables(cfg.model, key)
+    got, plain = accumulated(cfg, variables, batch), accumulated(two_layers("none"), variables, batch)
+    assert plain.balance_loss is None and got.balance_loss > 0.9
+    np.testing.assert_allclose(got.nll, plain.nll, rtol=1e-6)
+
+    @jax.jit
+    @jax.grad
+    def alone(params):
+        output = longmoe.LongMoE(cfg.model).apply(variables | {"params": params}, batch["tokens"], batch["segment_ids"])
+        return output.balance_loss / jnp.sum(batch["segment_ids"] > 0)
+
+    term = alone(variables["params"])
+    jax.tree.map(lambda a, b, t: np.testing.assert_allclose(a, b + 0.5 * t, atol=2e-6), got.grads, plain.grads, term)
+    assert np.any(term["layer_01"]["moe"]["router"]["kernel"])
+    cut = accumulated(dataclasses.replace(cfg, accumulation_steps=4), variables, batch)
+    np.testing.assert_allclose(cut.balance_loss, got.balance_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), cut.grads, got.grads)
+
+
+@pytest.mark.parametrize("balancer", ["sign", "load_ema"])
+def test_a_skipped_step_leaves_the_bias(key, balancer, case):
+    cfg = two_layers(balancer)
+    state = init_train_state(cfg, case[1], key)
+    load = jnp.arange(cfg.model.moe.num_experts, dtype=jnp.int32)
+    stats = jax.tree.map(lambda _: balancers.Loads(load, jnp.sum(load)), state.router_state)
+    apply = jax.jit(lambda state, grads: apply_updates(cfg, state, Accumulated(grads, jnp.zeros(()), stats, None, None)))
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    good, _ = apply(state, grads)
+    bad, metrics = apply(state, grads | {"lm_head": grads["lm_head"].at[0, 0].set(jnp.nan)})
+    bias = lambda state: np.asarray(jax.tree.leaves(state.router_state)[0])
+    assert int(metrics["skipped"]) == 1 and not np.any(bias(bad)) and bias(good)[0] > 0 > bias(good)[-1]
+
+
 def test_refuses_bad_batches(case):
     _, _, step, batch = case
     with pytest.raises(ValueError, match="wanted also .'targets'"):
@@ -128,7 +176,7 @@ def test_muon_takes_matrices_and_makes_them_orthogonal(key):
         assert (label == "adamw") == bool(vector), name
     few = {"layers_04_12": {"step_0": {"moe": {"experts_gate_up": jax.random.normal(key, (2, 3, 8, 2, 5))}}}, "embedding": jnp.ones((4, 8))}
     optim = OptimConfig(gradient_clip=None, weight_decay=0.0, muon_rms=0.5)
-    tx = make_optimizer(optim)
+    tx = make_optimizer(optim, tiny_model())
     update = tx.update(few, tx.init(few), few)[0]["layers_04_12"]["step_0"]["moe"]["experts_gate_up"] / (0.5 * 8 ** 0.5)
     for repeat, expert, half in np.ndindex(2, 3, 2):
         singular = np.linalg.svd(update[repeat, expert, :, half], compute_uv=False)

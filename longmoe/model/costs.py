@@ -1,0 +1,47 @@
+"""What the model costs a token: parameters by part and FLOPs, from the model's own shapes; nothing is allocated."""
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from longmoe.configs import ModelConfig
+from longmoe.model.lm import LongMoE
+from longmoe.parallel.rules import path_name
+
+KDA_CHUNK = 64
+PARTS = (("embedding", "embedding"), ("head", "lm_head"), ("kda", "/kda/"), ("mla", "/mla/"), ("dense", "/mlp/"), ("router", "/router/"),
+         ("experts", "/experts_"), ("shared", "/shared/"), ("latent", "/latent_"), ("norms_and_depth", ""))
+
+
+def parameter_shapes(model: ModelConfig) -> list[tuple[str, Any]]:
+    """(path, shape and dtype) of every parameter."""
+    variables = jax.eval_shape(LongMoE(model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])]
+
+
+def parameters_by_part(shapes: list[tuple[str, Any]]) -> dict[str, int]:
+    """Parameters of each of PARTS."""
+    counts = dict.fromkeys((part for part, _ in PARTS), 0)
+    for name, leaf in shapes:
+        counts[next(part for part, mark in PARTS if mark in name)] += math.prod(leaf.shape)
+    return counts
+
+
+def active_parameters(model: ModelConfig, parts: dict[str, int]) -> int:
+    """Parameters that a token meets: its chosen experts, the head counted, the input embedding not."""
+    idle = parts["experts"] * (model.moe.num_experts - model.moe.experts_per_token) // model.moe.num_experts
+    return sum(parts.values()) - idle - parts["embedding"]
+
+
+def forward_flops(model: ModelConfig, active: int, length: int) -> float:
+    """FLOPs of a token's forward pass, averaged over the positions of a sequence of `length` tokens."""
+    return 2 * active + _mixer_flops(model, length)
+
+
+def _mixer_flops(model: ModelConfig, length: int) -> float:
+    """Token mixing beyond the projections: KDA in chunks of 64 (state products, scores, their use), MLA over the mean of (length + 1) / 2 keys."""
+    kda, mla = model.kda, model.mla
+    per_head = 6 * kda.head_dim ** 2 + 8 * KDA_CHUNK * kda.head_dim
+    attention = 2 * (mla.nope_dim + mla.rope_dim + mla.v_dim) * (length + 1) / 2
+    return model.mixers.count("kda") * kda.num_heads * per_head + model.mixers.count("mla") * mla.num_heads * attention
