@@ -187,7 +187,7 @@ def test_the_monitor_writes_logged_steps_to_sinks_and_the_index(tmp_path, monkey
 def test_a_missing_package_is_named_with_its_extra(log, package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=rf"LogConfig.{package}.*longmoe\[log\]"):
-        Monitor(dataclasses.replace(tiny_train(), log=log), tmp_path, [], 0)
+        Monitor(dataclasses.replace(tiny_train(), log=log), tmp_path, [], 0).__enter__()
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
