@@ -1,8 +1,10 @@
-"""The command line: longmoe train PRESET | estimate PRESET | doctor.
+"""The command line: longmoe train PRESET | estimate PRESET | doctor | import-hf PATH | export-hf PATH.
 
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe estimate kimi_k3 --data.sequence-length 65536
     longmoe doctor
+    longmoe import-hf path/to/checkpoint --out models/mine
+    longmoe export-hf models/mine --out path/to/export
 
 Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
 """
@@ -19,6 +21,7 @@ from rich.table import Table
 import pallas_kernels
 from longmoe.configs import TrainConfig
 from longmoe.inference.planner import estimate
+from longmoe.interop.commands import export_hf, import_hf
 from longmoe.presets import PRESETS
 from longmoe.train.loop import PACKAGES, fit, installed_version
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, or 2 for arguments that make no sense."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor}
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "import-hf": import_hf, "export-hf": export_hf}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)

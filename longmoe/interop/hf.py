@@ -9,16 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from longmoe.configs import ModelConfig
 from longmoe.interop import hf_config, mxfp4
 from longmoe.interop.hf_names import FAMILIES, Family, Leaf, Tensor, tensors, variable_shapes
-from longmoe.interop.tensor_files import DTYPES, Entry, Folder, Reader, Stored, new_folder, read_folder, write_tensors, write_text
+from longmoe.interop.tensor_files import DTYPES, Entry, Folder, Reader, Stored, aligned_empty, copy_bits, new_folder, read_folder, write_tensors, write_text
 from longmoe.model.lm import Variables
 
 FLOATS = ("F64", "F32", "BF16", "F16")
-ALIGNMENT = 64
-"""Bytes: JAX takes over a host buffer that starts at a multiple of this without copying it."""
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -163,35 +162,17 @@ def _read(wanted: list[Tensor], sources: Mapping[str, tuple[Stored, ...]], shape
     parts: dict[Leaf, list[Tensor]] = {leaf: [] for leaf in shapes}
     for tensor in wanted:
         parts[tensor.leaf].append(tensor)
-    variables: dict[str, Any] = {}
+    variables: dict[Leaf, jax.Array] = {}
     with Reader() as reader:
         for leaf, shape in shapes.items():
-            buffer = _aligned(shape.shape, dtypes[leaf])
+            buffer = aligned_empty(shape.shape, dtypes[leaf])
             for tensor in parts[leaf]:
                 stored = reader.view(*sources[tensor.name])
                 source = mxfp4.unpack(*stored) if len(stored) > 1 else stored[0]
                 try:
-                    _copy(tensor.kind.load(source, tensor.part_shape), buffer[tensor.index])
+                    copy_bits(tensor.kind.load(source, tensor.part_shape), buffer[tensor.index])
                 except ValueError as error:
                     raise ValueError(f"{tensor.name}: {error}") from error
-            node = variables
-            for key in leaf[:-1]:
-                node = node.setdefault(key, {})
             # On a CPU the buffer becomes the array; elsewhere it is copied to the device and dropped.
-            node[leaf[-1]] = jax.device_put(buffer, may_alias=True)
-    return variables
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start:start + size].view(dtype).reshape(shape)
-
-
-def _copy(source: np.ndarray, target: np.ndarray) -> None:
-    if source.dtype == target.dtype:
-        # As integers: numpy moves bfloat16 element by element otherwise.
-        bits = np.dtype(f"u{source.dtype.itemsize}")
-        source, target = source.view(bits), target.view(bits)
-    target[...] = source
+            variables[leaf] = jax.device_put(buffer, may_alias=True)
+    return traverse_util.unflatten_dict(variables)

@@ -56,8 +56,8 @@ def to_hf(config: ModelConfig, is_mxfp4: bool = False) -> tuple[str, dict[str, A
     if is_mxfp4:
         text["quantization_config"] = quantization(NOT_EXPERTS)
     if fitting[0] == "kimi_linear":
-        text |= {"architectures": ["KimiLinearForCausalLM"], "hidden_act": "silu", "model_max_length": MAX_POSITIONS, "rope_theta": 10000.0,
-                 "rope_scaling": None, "use_cache": True, "dtype": config.dtype, **ids}
+        text |= {"architectures": ["KimiLinearForCausalLM"], "hidden_act": "silu", "model_max_length": MAX_POSITIONS,
+                 "use_cache": True, "dtype": config.dtype, **ids}
         return "kimi_linear", text
     linear = text["linear_attn_config"] | {"use_full_rank_gate": True, "gate_lower_bound": config.kda.lower_bound}
     text |= {"hidden_act": "situ", "activation_situ_beta": config.situ_beta, "activation_situ_linear_beta": config.situ_linear_beta,
@@ -160,6 +160,9 @@ def _fields(family: str, keys: _Keys, linear: _Keys) -> dict[str, Any]:
     if sorted([*kda_layers, *mla_layers]) != list(range(1, num_layers + 1)):
         linear.problems.append(f"{linear.path}kda_layers, full_attn_layers: got {kda_layers} and {mla_layers}, wanted each of 1 to {num_layers} in one of them")
         mla_layers = []
+    # transformers also writes the two lists in a spelling of its own.
+    keys.fixed({"layer_types": ["full_attention" if i in mla_layers else "linear_attention" for i in range(1, num_layers + 1)],
+                "mlp_layer_types": ["dense" if i < keys("first_k_dense_replace") else "sparse" for i in range(num_layers)]})
     expert_dim = keys("moe_intermediate_size")
     situ = dict(situ_beta=keys("activation_situ_beta", float), situ_linear_beta=keys.optional("activation_situ_linear_beta", float)) if is_k3 else {}
     return dict(

@@ -173,19 +173,20 @@ def variable_shapes(config: ModelConfig) -> dict[Leaf, jax.ShapeDtypeStruct]:
 def tensors(family: Family, config: ModelConfig, shapes: Mapping[Leaf, jax.ShapeDtypeStruct] | None = None) -> list[Tensor]:
     """All tensors of a config's checkpoint, in the order in which they are written. Each element of each array is in exactly one of them."""
     shapes = variable_shapes(config) if shapes is None else shapes
-    result = [tensor for rule in family.embedding for tensor in _expand(rule, family.prefix, (), (), shapes)]
+    result = [tensor for rule in family.embedding for tensor in expand(rule, family.prefix, (), (), shapes)]
     places = sorted((layer, group.name, repeat, step, group.repeats) for group in flat_plan(config) for layer, repeat, step in group.layers())
     for layer, name, repeat, step, repeats in places:
         keys, index = ((name,), ()) if repeats == 1 else ((name, f"step_{step}"), (repeat,))
         for rule in family.layer:
             if rule.holds(config):
-                result += _expand(rule, f"{family.prefix}model.layers.{layer}.", keys, index, shapes)
-    result += [tensor for rule in family.head for tensor in _expand(rule, family.prefix, (), (), shapes)]
+                result += expand(rule, f"{family.prefix}model.layers.{layer}.", keys, index, shapes)
+    result += [tensor for rule in family.head for tensor in expand(rule, family.prefix, (), (), shapes)]
     _check_complete(family, result, shapes)
     return result
 
 
-def _expand(rule: Rule, prefix: str, keys: Leaf, index: tuple[int, ...], shapes: Mapping[Leaf, jax.ShapeDtypeStruct]) -> Iterator[Tensor]:
+def expand(rule: Rule, prefix: str, keys: Leaf, index: tuple[int, ...], shapes: Mapping[Leaf, jax.ShapeDtypeStruct]) -> Iterator[Tensor]:
+    """The tensors that a rule stands for under `prefix`: parts `index` of the array under `keys`. None where `shapes` has no such array."""
     leaf = (rule.collection, *keys, *rule.path.split("/"))
     if leaf not in shapes:                                              # a part that this layer, or this config, does not have
         return

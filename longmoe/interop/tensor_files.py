@@ -22,6 +22,8 @@ DTYPES = {"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "BF16": np.d
           "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8)}
 """safetensors' names of the dtypes that are read and written."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 64
+"""Bytes that a host buffer starts at a multiple of where JAX uses it as it lies."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
@@ -124,6 +126,23 @@ class Reader:
             with file.open("rb") as stream:
                 self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[file]
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that JAX takes over on a CPU without copying it (`jax.device_put(x, may_alias=True)`)."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start:start + size].view(dtype).reshape(shape)
+
+
+def copy_bits(source: np.ndarray, target: np.ndarray) -> None:
+    """target[...] = source, cast where the dtypes differ."""
+    if source.dtype == target.dtype:
+        # As integers: numpy moves bfloat16 element by element otherwise.
+        bits = np.dtype(f"u{source.dtype.itemsize}")
+        source, target = source.view(bits), target.view(bits)
+    target[...] = source
 
 
 @dataclasses.dataclass(frozen=True)
