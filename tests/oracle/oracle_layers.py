@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from oracle_vectors import BOUNDS, FLOAT64_BOUND, GRADIENT_BOUNDS, Case, Figure, compare, load
 
 from longmoe.configs import KDAConfig, ModelConfig
 from longmoe.interop.hf_config import from_hf
@@ -22,7 +23,6 @@ from longmoe.model.moe import MoE
 from pallas_kernels import kda
 from pallas_kernels.kda.gates import log_decay
 from pallas_kernels.testing import outputs_and_gradients
-from oracle_vectors import BOUNDS, FLOAT64_BOUND, GRADIENT_BOUNDS, Case, Figure, compare, load
 
 
 def bound(kind: str, dtype: str, gradient: bool = False) -> float | None:

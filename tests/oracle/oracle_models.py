@@ -32,7 +32,7 @@ class Agreement:
 
 
 def measure_model(name: str, dtype: str, scratch: Path) -> Agreement:
-    """float32: everything that the case holds. float64 and bfloat16: logits, masked too."""
+    """float32: everything that the case holds. bfloat16: logits, masked too; float64: those of them with a float64 reference."""
     case = load(name)
     kind = "kimi_linear" if name.startswith("kimi_linear") else "k3"
     with jax.enable_x64(dtype == "float64"):
@@ -45,7 +45,7 @@ def measure_model(name: str, dtype: str, scratch: Path) -> Agreement:
         tokens = None
         if dtype == "float32" and "gen_prompt" in case.inputs:
             got["gen_logits"], tokens = _continue(config, variables, case)
-    names = [n for n in got if dtype == "float32" or f"{n}_f64" in case.outputs]
+    names = [n for n in got if dtype == "float32" or f"{n}_f64" in case.outputs or (dtype == "bfloat16" and n.endswith("logits"))]
     figures = compare(name, dtype, got, {n: case.best(n) for n in names}, bound(kind, dtype))
     if gradients:
         # expert_bias gets no gradient; the case stores it as it is, or not at all.
