@@ -161,10 +161,13 @@ class Entry:
 def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
     """model.safetensors, or numbered shards with an index where the entries exceed max_shard_bytes. The same entries give the same bytes."""
     shards: list[list[Entry]] = [[]]
+    filled = 0
     for entry in entries:
-        if shards[-1] and sum(held.size for held in shards[-1]) + entry.size > max_shard_bytes:
+        if shards[-1] and filled + entry.size > max_shard_bytes:
             shards.append([])
+            filled = 0
         shards[-1].append(entry)
+        filled += entry.size
     if len(shards) == 1:
         _write_file(folder / SINGLE, shards[0])
         return
