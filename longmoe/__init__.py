@@ -18,6 +18,7 @@ _HOMES = {
     "make_mesh": "longmoe.parallel.mesh",
     "TrainState": "longmoe.train.state", "init_train_state": "longmoe.train.state", "make_train_step": "longmoe.train.step",
     "fit": "longmoe.train.loop", "Stopped": "longmoe.train.signals", "load_checkpoint": "longmoe.train.checkpoints",
+    "load_hf": "longmoe.interop.hf", "save_hf": "longmoe.interop.hf",
     "generate": "longmoe.inference.engine", "estimate": "longmoe.inference.planner",
 }
 _MODULES = {"presets", "quantile_balancing"}

@@ -1,10 +1,12 @@
-"""The command line: longmoe train PRESET | estimate PRESET | doctor | data build OUT | data inspect.
+"""The command line: longmoe train PRESET | estimate PRESET | doctor | data build OUT | data inspect | import-hf PATH | export-hf PATH.
 
     longmoe data build data/mine --text path/to/files
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
     longmoe estimate kimi_k3 --data.sequence-length 65536
     longmoe doctor
+    longmoe import-hf path/to/checkpoint --out models/mine
+    longmoe export-hf models/mine --out path/to/export
 
 Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
 `longmoe data --help` says more of the data commands.
@@ -23,6 +25,7 @@ import pallas_kernels
 from longmoe.configs import TrainConfig
 from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
+from longmoe.interop.commands import export_hf, import_hf
 from longmoe.presets import PRESETS
 from longmoe.train.loop import fit
 from longmoe.train.run_files import PACKAGES, installed_version
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main}
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main, "import-hf": import_hf, "export-hf": export_hf}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)

@@ -18,12 +18,12 @@ import pytest
 # Seconds on 2 idle cores, by room (the folder under tests/). "fast" is what `make test` runs, "slow" what `make check` adds.
 BUDGETS = {
     "fast": {"pallas_kernels": 300, "model": 210, "train": 260, "inference": 120, "multidevice": 120, "top": 150, "data": 30, "evaluation": 60,
-             "balancing": 45, "oracle": 90},
-    "slow": {"pallas_kernels": 480, "multidevice": 480, "model": 300, "train": 300},
+             "balancing": 45, "oracle": 150, "interop": 90},
+    "slow": {"pallas_kernels": 480, "multidevice": 480, "model": 300, "train": 300, "oracle": 420},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
 TEST_MINUTES = 15
-QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "top"}
+QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "top"}
 """Rooms whose time is compilation: XLA leaves out its expensive passes there. The operators' rooms are compiled as users compile them."""
 
 _spent: dict[tuple[str, str], float] = defaultdict(float)
