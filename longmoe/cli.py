@@ -6,7 +6,7 @@
     longmoe estimate kimi_k3 --data.sequence-length 65536
     longmoe doctor
     longmoe import-hf path/to/checkpoint --out models/mine
-    longmoe export-hf models/mine --out path/to/export
+    longmoe export-hf runs/first --out path/to/export
 
 Every field of TrainConfig is a flag under its dotted path; `longmoe train nano --help` lists them with their present values.
 `longmoe data --help` says more of the data commands.
@@ -18,17 +18,20 @@ from typing import Any
 
 import jax
 import tyro
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 import pallas_kernels
-from longmoe.configs import TrainConfig
+from longmoe.configs import ModelConfig, TrainConfig
 from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
 from longmoe.interop.commands import export_hf, import_hf
+from longmoe.interop.folders import load_model
 from longmoe.presets import PRESETS
+from longmoe.train.checkpoints import load_checkpoint
 from longmoe.train.loop import fit
-from longmoe.train.run_files import PACKAGES, installed_version
+from longmoe.train.run_files import PACKAGES, RunPaths, installed_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main, "import-hf": import_hf, "export-hf": export_hf}
+    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main, "import-hf": import_hf, "export-hf": _export_hf}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)
@@ -93,6 +96,17 @@ def _estimate(arguments: list[str]) -> None:
     for name, value in (*rows, *((f"  in {part}", f"{count:,}") for part, count in found.params_by_part.items())):
         table.add_row(name, value)
     Console().print(table)
+
+
+def _export_hf(arguments: list[str]) -> None:
+    """A run directory is exported from its newest checkpoint, any other folder as `import-hf` wrote it."""
+    def load(path: str) -> tuple[ModelConfig, Any]:
+        if not RunPaths(epath.Path(path)).checkpoints.exists():
+            return load_model(path)
+        config, variables = load_checkpoint(path)
+        return config.model, variables
+
+    export_hf(arguments, load)
 
 
 def _doctor(arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ class ImportHf:
 class ExportHf:
     """Writes a model as a Hugging Face checkpoint of the family that expresses it."""
     path: tyro.conf.Positional[str]
-    """Folder that `longmoe import-hf` or longmoe.interop.folders.save_model wrote."""
+    """A run directory (its newest checkpoint), or a folder that `longmoe import-hf` or longmoe.interop.folders.save_model wrote."""
     out: str
     """New folder: config.json, safetensors."""
     pack_experts: Literal["floor", "round"] | None = None
