@@ -1,8 +1,12 @@
-"""The command line: longmoe train PRESET | estimate PRESET | doctor | data build OUT | data inspect | import-hf PATH | export-hf PATH.
+"""The command line: longmoe train PRESET | eval RUN | generate RUN | report RUN ... | estimate PRESET | doctor | data build OUT | data inspect
+| import-hf PATH | export-hf PATH.
 
     longmoe data build data/mine --text path/to/files
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
+    longmoe eval runs/first
+    longmoe generate runs/first --prompt 'def main('
+    longmoe report runs/first runs/mix
     longmoe estimate kimi_k3 --data.sequence-length 65536
     longmoe doctor
     longmoe import-hf path/to/checkpoint --out models/mine
@@ -23,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pallas_kernels
+from longmoe import commands as of_runs
 from longmoe.configs import ModelConfig, TrainConfig
 from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
@@ -49,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
-    commands = {"train": _train, "estimate": _estimate, "doctor": _doctor, "data": data_command.main, "import-hf": import_hf, "export-hf": _export_hf}
+    commands = {"train": _train, "eval": of_runs.evaluate, "generate": of_runs.generate, "report": of_runs.report, "estimate": _estimate,
+                "doctor": _doctor, "data": data_command.main, "import-hf": import_hf, "export-hf": _export_hf}
     if command not in commands:
         asked = command in ("help", "-h", "--help")
         print(__doc__ if asked else f"longmoe: no command {command!r}, wanted one of {', '.join(commands)}", file=sys.stdout if asked else sys.stderr)

@@ -13,7 +13,7 @@ def test_estimate_and_doctor(capsys):
 
 
 @pytest.mark.parametrize("arguments,message", [
-    (["trian"], "wanted one of train, estimate, doctor"), (["train", "nan"], "wanted one of nano, small"), (["train"], "preset: got ''"),
+    (["trian"], "wanted one of train, eval, generate"), (["train", "nan"], "wanted one of nano, small"), (["train"], "preset: got ''"),
     (["train", "nano"], "run_dir: got nothing"), (["doctor", "--all"], "wanted no arguments")])
 def test_mistakes_are_said(capsys, arguments, message):
     assert main(arguments) == 2

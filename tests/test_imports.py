@@ -18,7 +18,7 @@ ALLOWED = {
     "train": USERS, "evaluation": USERS, "inference": USERS, "rl": USERS | {"inference", "train"},
     "interop": {"configs", "presets", "shapes", "model"}, "pallas_kernels": set(),
 }
-TOP = {"cli", "longmoe", "__main__"}   # may import everything
+TOP = {"cli", "commands", "longmoe", "__main__"}   # may import everything
 EXTERNAL_OF_KERNELS = {"jax", "jaxtyping", "numpy"}
 
 

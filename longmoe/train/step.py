@@ -1,4 +1,5 @@
 """The train step: one pure function of (state, batch)."""
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch
     even); with qk_clip max_logit [MLA layers].
     """
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_batch(cfg, batch)
+        _check_batch(cfg, mesh, batch)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             batch = {name: constrain(batch[name], ROWS) for name in KEYS}
             sums = accumulate(cfg, state.params, state.router_state, batch)
@@ -135,12 +136,20 @@ def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch
     return jax.jit(step, donate_argnums=0)
 
 
-def _check_batch(cfg: TrainConfig, batch: Batch) -> None:
+def _check_batch(cfg: TrainConfig, mesh: Mesh, batch: Batch) -> None:
     missing = sorted(set(KEYS) - set(batch))
     if missing:
         raise ValueError(f"batch: got {sorted(batch)}, wanted also {missing}")
     shapes = {name: tuple(batch[name].shape) for name in KEYS}
     if len(set(shapes.values())) != 1 or len(shapes["tokens"]) != 2:
         raise ValueError(f"batch: got shapes {shapes}, wanted one shape [B, T] for all")
-    if shapes["tokens"][0] % cfg.accumulation_steps:
-        raise ValueError(f"batch: got {shapes['tokens'][0]} rows, wanted a multiple of accumulation_steps={cfg.accumulation_steps}")
+    rows, tokens = shapes["tokens"]
+    if rows % cfg.accumulation_steps:
+        raise ValueError(f"batch: got {rows} rows, wanted a multiple of accumulation_steps={cfg.accumulation_steps}")
+    split = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if rows // cfg.accumulation_steps % split:
+        raise ValueError(f"batch: got {rows} rows in {cfg.accumulation_steps} micro-batches on a mesh {dict(mesh.shape)} whose axes "
+                         f"{', '.join(BATCH_AXES)} split each over {split} devices; wanted data.batch_size a multiple of {split * cfg.accumulation_steps}, "
+                         "or a mesh whose other axes take the devices")
+    if tokens % mesh.shape["context"]:
+        raise ValueError(f"batch: got {tokens} tokens a row, wanted a multiple of mesh.context={mesh.shape['context']}")

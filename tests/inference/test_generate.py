@@ -6,7 +6,8 @@ import pytest
 from tiny_config import VOCAB, tiny_model
 
 import longmoe
-from longmoe.inference.sampling import sample
+from longmoe.inference.engine import STREAM_CHUNK, stream
+from longmoe.inference.sampling import Sampling, sample
 from longmoe.model.lm import LongMoE, init_cache, init_variables
 from pallas_kernels.testing import rms_ratio
 
@@ -91,12 +92,27 @@ def test_rows_repeat_eos(case):
         assert (stopped[row, end:] == eos).all()
 
 
+def test_stream_gives_the_same_tokens(case):
+    """More tokens than a chunk, drawn, and an end that some rows reach."""
+    model, variables, tokens = case
+    arguments = dict(max_new_tokens=STREAM_CHUNK + 4, prompt_lengths=jnp.asarray(LENGTHS), temperature=1.0, top_k=20, key=jax.random.key(3))
+    whole = np.asarray(longmoe.generate(model, variables, tokens[:, :31], **arguments))
+    pieces = list(stream(model, variables, tokens[:, :31], **arguments))
+    assert [piece.shape[1] for piece in pieces] == [1, STREAM_CHUNK, 3]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+    # One row alone, ended by its second token: nothing is decoded after the piece that holds it.
+    alone = dict(arguments, prompt_lengths=jnp.asarray(LENGTHS[:1]), temperature=0.0, key=None)
+    second = int(longmoe.generate(model, variables, tokens[:1, :31], **alone)[0, 1])
+    pieces = list(stream(model, variables, tokens[:1, :31], **alone, eos_id=second))
+    assert sum(piece.shape[1] for piece in pieces) <= 1 + STREAM_CHUNK
+
+
 def test_sampling_keeps_to_its_limits():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.15, 0.05]]))
-    draw = lambda **limits: {int(x) for x in jax.vmap(lambda key: sample(logits, key, temperature=1.0, **limits)[0])(jax.random.split(jax.random.key(0), 500))}
+    draw = lambda **limits: {int(x) for x in jax.vmap(lambda key: sample(logits, key, Sampling(1.0, **limits))[0])(jax.random.split(jax.random.key(0), 500))}
     assert draw() == {0, 1, 2, 3} and draw(top_k=2) == {0, 1} and draw(top_p=0.79) == {0, 1} and draw(top_p=0.81) == {0, 1, 2}
     assert draw(top_p=0.01) == {0} and draw(top_k=1, top_p=1.0) == {0}
-    assert int(sample(logits, None, temperature=0)[0]) == 0
+    assert int(sample(logits, None, Sampling())[0]) == 0
 
 
 @pytest.mark.parametrize("keywords,message", [

@@ -15,7 +15,7 @@ from longmoe.configs import MeshConfig, OptimConfig
 from longmoe.parallel.mesh import make_mesh
 from longmoe.parallel.rules import path_name
 from longmoe.train.optim import decayed, learning_rate, make_optimizer, optimizer_labels
-from longmoe.train.state import init_train_state
+from longmoe.train.state import abstract_train_state, init_train_state
 from longmoe.train.step import Accumulated, accumulate, apply_updates, make_train_step
 
 
@@ -193,3 +193,10 @@ def test_decay_leaves_vectors_alone():
             if len(shape.shape) - stacked < 2:
                 assert not mask, name
             assert mask == (not re.search("norm|residual|a_log|dt_bias|conv|embedding", name)), name
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused():
+    cfg = tiny_train(accumulation_steps=2)
+    mesh = make_mesh(cfg.mesh, jax.devices()[:8])
+    with pytest.raises(ValueError, match=r"got 8 rows in 2 micro-batches .* multiple of 16"):
+        jax.eval_shape(make_train_step(cfg, mesh), abstract_train_state(cfg, mesh), batch_of(jax.random.key(0)))

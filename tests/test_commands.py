@@ -1,0 +1,64 @@
+"""Commands on a trained run: figures, text as it comes, a comparison, and what is refused."""
+import json
+
+import pytest
+
+from longmoe.cli import main
+from longmoe.commands import print_stream
+from longmoe.data.corpus import build_corpus
+
+TINY = ["--model.num-layers", "2", "--model.mla-every", "2", "--model.no-use-final-mla", "--model.vocab-size", "300", "--model.width", "32",
+        "--model.dense-dim", "32", "--data.batch-size", "8", "--data.sequence-length", "40", "--optim.warmup-steps", "1"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of three steps through the command line."""
+    folder = tmp_path_factory.mktemp("run")
+    documents = [(f"file_{i}.py", f"def function_{i}(a, b):\n    return a * {i} + b\n" * 8) for i in range(60)]
+    build_corpus(folder / "corpus", documents, vocab_size=300, name="tiny", source="the test", licences=["none"])
+    for steps in (2, 3):
+        assert main(["train", "nano", "--run-dir", str(folder / "first"), "--data.path", str(folder / "corpus"), "--steps", str(steps), *TINY]) == 0
+    return folder / "first"
+
+
+def test_eval_prints_and_writes_figures(run, capsys):
+    assert main(["eval", str(run), "--batches", "2"]) == 0
+    figures = json.loads((run / "eval.json").read_text())
+    assert figures["bits_per_byte"] > 0 and figures["unigram bits per byte"] > 0 and figures["tokens"] <= 2 * 8 * 40
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_generate_repeats_itself_with_its_seed(run, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", str(run), "--prompt", "def f", "--max-new-tokens", "12", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("def f")
+
+
+def test_report_of_one_run_and_of_two(run, tmp_path, capsys):
+    assert main(["report", str(run)]) == 0
+    assert "model.kda.head_dim" in (run / "report.html").read_text()
+    other = tmp_path / "other"
+    other.mkdir()
+    record = json.loads((run / "run.json").read_text())
+    record["config"]["optim"]["learning_rate"] = 0.125
+    (other / "run.json").write_text(json.dumps(record))
+    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert main(["report", str(run), str(other), "--out", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert "optim.learning_rate" in page and "0.125" in page and "model.kda.head_dim" not in page
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "report"])
+def test_a_missing_run_is_said(command, tmp_path, capsys):
+    assert main([command, str(tmp_path / "nothing")]) == 2
+    assert "wanted a folder that `longmoe train --run-dir` wrote" in capsys.readouterr().err
+
+
+def test_characters_wait_for_their_bytes(capsys):
+    """Tokens of single bytes: nothing of a character is printed before all of it, and a broken end is shown at the end."""
+    data = "aé€b".encode() + b"\xe2\x82"
+    print_stream(lambda ids: bytes(ids).decode("utf-8", errors="replace"), iter([*data, 0]), eos_id=0)
+    assert capsys.readouterr().out == "aé€b\ufffd\n"
