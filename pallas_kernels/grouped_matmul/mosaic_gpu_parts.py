@@ -44,14 +44,22 @@ def stage_strips(result: Any, mine: Any, store: Any) -> None:
         store(mine.at[s % slots], s * width)
 
 
-def multiply_stages(acc: Any, operands: Any, full: Any, empty: Any, at: Any, steps: Any, stages: int) -> None:
-    """Adds up `steps` products of stages at, at + 1, ... A stage is handed back once the next one's product has been issued."""
+def multiply_stages(acc: Any, operands: Any, wait: Any, empty: Any, at: Any, steps: Any, stages: int) -> None:
+    """Adds to acc the `steps` products operands(slot) of pipeline stages at, at + 1, ... after wait(step, slot).
+
+    A stage is handed back once the next one's product has been issued, so that the tensor cores always have work queued.
+    """
     def one_step(step, _):
         slot = lax.rem(at + step, stages)
-        plgpu.barrier_wait(full.at[slot])
+        wait(step, slot)
         plgpu.wgmma(acc, *operands(slot))
         plgpu.wgmma_wait(1)
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + step - 1, stages)]))
     lax.fori_loop(0, steps, one_step, None)
     plgpu.wgmma_wait(0)
     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + steps - 1, stages)]))
+
+
+def await_all_freed(empty: Any, total: Any, stages: int) -> None:
+    """The memory warpgroup's last act, after `total` steps: a block must not end while its neighbour in a cluster may still arrive on its barriers."""
+    lax.fori_loop(jnp.maximum(total - stages, 0), total, lambda at, _: plgpu.barrier_wait(empty.at[lax.rem(at, stages)]), None)

@@ -14,7 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_parts import COMPILER_PARAMS, COMPUTE_WARPGROUPS, multiply_stages, operand_transforms, stage_strips, staging
+from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
+    COMPILER_PARAMS,
+    COMPUTE_WARPGROUPS,
+    await_all_freed,
+    multiply_stages,
+    operand_transforms,
+    stage_strips,
+    staging,
+)
 from pallas_kernels.grouped_matmul.schedule import ROW_ALIGNMENT, row_schedule
 from pallas_kernels.grouped_matmul.tiles import RowTiles
 
@@ -78,9 +86,7 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
                                         collective_axes="cluster" if tiles.cluster_along == "rows" else None)
             lax.fori_loop(0, steps, one_step, None)
         lax.fori_loop(0, items, one_item, None)
-        # A block must not end while its neighbour in the cluster may still arrive on its barriers.
-        total = items * steps
-        lax.fori_loop(jnp.maximum(total - tiles.stages, 0), total, lambda at, _: plgpu.barrier_wait(empty.at[lax.rem(at, tiles.stages)]), None)
+        await_all_freed(empty, items * steps, tiles.stages)
 
     def compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -97,7 +103,7 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
             @pl.when(end > begin)
             def _():
                 def with_accumulator(acc):
-                    multiply_stages(acc, operands, full, empty, turn * steps, steps, tiles.stages)
+                    multiply_stages(acc, operands, lambda _, slot: plgpu.barrier_wait(full.at[slot]), empty, turn * steps, steps, tiles.stages)
                     stage_strips(acc[...].astype(out.dtype), mine, lambda strip, at: _store_rows(strip, out, first, out_col + at, begin, end))
                 pl.run_scoped(with_accumulator, plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32))
 

@@ -1,11 +1,12 @@
-"""The Hopper kernel of the gradient of rhs: for each group lhs[rows].T @ dout[rows], persistent, with two compute, one memory and one masking warpgroup.
+"""The Hopper kernel of the gradient of rhs: for each group lhs[rows].T @ dout[rows], persistent, with one memory and two compute warpgroups.
 
 Contraction runs over rows in blocks that start at the group's start, rounded down to 8. Both operands stay as they lie: the tensor cores read the
-left one transposed from shared memory. Rows of other groups in the first and last block, which may hold NaN, are zeroed in shared memory in both
-operands by a warpgroup of its own, ahead of the compute warpgroups; blocks in the middle pass through it untouched.
+left one transposed from shared memory. Rows of other groups in the first and last block may hold NaN, so they are zeroed in both operands: by the memory
+warpgroup in shared memory, `lag` steps behind its loads and ahead of the compute warpgroups. Blocks in the middle are left alone. (A fourth
+warpgroup for that would leave the others 128 registers a thread, too few for a 64 x 256 accumulator.)
 """
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.mosaic_gpu_parts import COMPILER_PARAMS, COMPUTE_WARPGROUPS, multiply_stages, operand_transforms, stage_strips, staging
+from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
+    COMPILER_PARAMS,
+    COMPUTE_WARPGROUPS,
+    await_all_freed,
+    multiply_stages,
+    operand_transforms,
+    stage_strips,
+    staging,
+)
 from pallas_kernels.grouped_matmul.schedule import ROW_ALIGNMENT, group_schedule
 from pallas_kernels.grouped_matmul.tiles import WeightTiles
 
-MEMORY_REGISTERS, MASK_REGISTERS, COMPUTE_REGISTERS = 40, 56, 208
-"""Registers a thread: 128 * (40 + 56 + 2 * 208) = 65,536, all of the multiprocessor's."""
+MEMORY_REGISTERS, COMPUTE_REGISTERS = 72, 216
+"""Registers a thread: 128 * (72 + 2 * 216) = 64,512 of the multiprocessor's 65,536. The memory warpgroup's are for masking."""
 
-MEMORY, MASK = COMPUTE_WARPGROUPS, COMPUTE_WARPGROUPS + 1
 MASK_COLUMNS = 64
+
+
+class Item(NamedTuple):
+    """One tile of one group's result. base: its first row block's first row; rows [base + begin, base + stop) are the group's; at: steps before it."""
+    real: jax.Array
+    rank: jax.Array
+    row_tile: jax.Array
+    col_tile: jax.Array
+    base: jax.Array
+    begin: jax.Array
+    stop: jax.Array
+    at: jax.Array
+    steps: jax.Array
 
 
 def weights_matmul(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_dtype: Any, tiles: WeightTiles, *, sms: int,
@@ -37,66 +58,71 @@ def weights_matmul(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_
             lhs_smem=plgpu.SMEM((stages, depth, tiles.rows), dtype, transforms=operand_transforms(tiles.rows, dtype)),
             dout_smem=plgpu.SMEM((stages, depth, tiles.cols), dtype, transforms=operand_transforms(tiles.cols, dtype)),
             out_smem=staging(tiles.out_slots, tiles.warpgroup_rows, out_dtype, single_rows=False),
-            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages), full=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+            loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages), masked=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)),
-        grid=(sms,), grid_names=("sm",), num_threads=COMPUTE_WARPGROUPS + 2, thread_name="warpgroup", interpret=interpret,
+        grid=(sms,), grid_names=("sm",), num_threads=COMPUTE_WARPGROUPS + 1, thread_name="warpgroup", interpret=interpret,
         kernel_name="grouped_matmul_weights", compiler_params=COMPILER_PARAMS,
     )(schedule.group, schedule.start, schedule.end, lhs, dout)
 
 
-def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, loaded, full, empty, tiles, blocks):
+def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, loaded, masked, empty, tiles, blocks):
     block, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     row_tiles, col_tiles = -(-out.shape[1] // tiles.rows), -(-out.shape[2] // tiles.cols)
     items = out.shape[0] * row_tiles * col_tiles
     turns = -(-items // blocks)
 
-    def for_each_item(visit):
-        """visit(at, group rank, row tile, col tile, steps) for each item of this block; `at` counts steps since the start."""
-        def one_item(turn, at):
+    def for_each_item(visit, carry):
+        """carry = visit(item, carry) for each item of this block, and a few that are none and have no steps; returns the total of steps and the last carry."""
+        def one_item(turn, state):
+            at, carry = state
             # Back and forth over the blocks: in rounds of ever shorter items nobody always gets the longest of the round.
             i = turn * blocks + jnp.where(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
-            rank, within = jnp.minimum(i, items - 1) // (row_tiles * col_tiles), lax.rem(i, row_tiles * col_tiles)
-            steps = jnp.where(i < items, _steps(start[rank], end[rank], tiles.depth), 0)
-            pl.when(i < items)(lambda: visit(at, rank, *_tile_of(within, row_tiles, col_tiles, tiles.band), steps))
-            return at + steps
-        return lax.fori_loop(0, turns, one_item, jnp.int32(0))
+            rank = jnp.minimum(i, items - 1) // (row_tiles * col_tiles)
+            base = start[rank] // ROW_ALIGNMENT * ROW_ALIGNMENT
+            begin, stop = start[rank] - base, end[rank] - base
+            steps = jnp.where((i < items) & (stop > begin), (stop + tiles.depth - 1) // tiles.depth, 0)
+            row_tile, col_tile = _tile_of(lax.rem(i, row_tiles * col_tiles), row_tiles, col_tiles, tiles.band)
+            item = Item(i < items, rank, row_tile, col_tile, base, begin, stop, at, steps)
+            return at + steps, visit(item, carry)
+        return lax.fori_loop(0, turns, one_item, (jnp.int32(0), carry))
+
+    def is_edge(begin, stop):
+        return (begin > 0) | (stop < tiles.depth)
 
     def memory():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-        def visit(at, rank, row_tile, col_tile, steps):
-            base = start[rank] // ROW_ALIGNMENT * ROW_ALIGNMENT
+        def check(at, begin, stop):
+            """Masks step `at` if it is an edge: rows of its block outside [begin, stop) are another group's."""
+            slot = lax.rem(at, tiles.stages)
+            plgpu.barrier_wait(loaded.at[slot])
+
+            @pl.when(is_edge(begin, stop))
+            def _():
+                _keep_rows(lhs_smem.at[slot], begin, stop)
+                _keep_rows(dout_smem.at[slot], begin, stop)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(masked.at[slot])
+
+        def visit(item, waiting):
             cut = lambda tile, size: pl.ds(pl.multiple_of(tile * size, size), size)
 
-            def one_step(step, _):
-                slot = lax.rem(at + step, tiles.stages)
-                contracted = pl.ds(pl.multiple_of(base + step * tiles.depth, ROW_ALIGNMENT), tiles.depth)
-                pl.when(at + step >= tiles.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                plgpu.copy_gmem_to_smem(lhs.at[contracted, cut(row_tile, tiles.rows)], lhs_smem.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(dout.at[contracted, cut(col_tile, tiles.cols)], dout_smem.at[slot], loaded.at[slot])
-            lax.fori_loop(0, steps, one_step, None)
-        total = for_each_item(visit)
-        lax.fori_loop(jnp.maximum(total - tiles.stages, 0), total, lambda at, _: plgpu.barrier_wait(empty.at[lax.rem(at, tiles.stages)]), None)
+            def one_step(step, waiting):
+                at = item.at + step
+                slot = lax.rem(at, tiles.stages)
+                contracted = pl.ds(pl.multiple_of(item.base + step * tiles.depth, ROW_ALIGNMENT), tiles.depth)
+                pl.when(at >= tiles.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+                plgpu.copy_gmem_to_smem(lhs.at[contracted, cut(item.row_tile, tiles.rows)], lhs_smem.at[slot], loaded.at[slot])
+                plgpu.copy_gmem_to_smem(dout.at[contracted, cut(item.col_tile, tiles.cols)], dout_smem.at[slot], loaded.at[slot])
+                pl.when(at >= tiles.lag)(lambda: check(at - tiles.lag, *waiting[0]))
+                return *waiting[1:], (item.begin - step * tiles.depth, item.stop - step * tiles.depth)
+            return lax.fori_loop(0, item.steps, one_step, waiting)
 
-    def mask():
-        plgpu.set_max_registers(MASK_REGISTERS, action="decrease")
-
-        def visit(at, rank, row_tile, col_tile, steps):
-            base = start[rank] // ROW_ALIGNMENT * ROW_ALIGNMENT
-
-            def one_step(step, _):
-                slot = lax.rem(at + step, tiles.stages)
-                plgpu.barrier_wait(loaded.at[slot])
-                begin, stop = start[rank] - base - step * tiles.depth, end[rank] - base - step * tiles.depth
-
-                @pl.when((begin > 0) | (stop < tiles.depth))
-                def _():
-                    _keep_rows(lhs_smem.at[slot], begin, stop)
-                    _keep_rows(dout_smem.at[slot], begin, stop)
-                    plgpu.commit_smem()
-                plgpu.barrier_arrive(full.at[slot])
-            lax.fori_loop(0, steps, one_step, None)
-        for_each_item(visit)
+        nobody = (jnp.int32(0), jnp.int32(tiles.depth))
+        total, waiting = for_each_item(visit, (nobody,) * tiles.lag)
+        for i, rows in enumerate(waiting):
+            pl.when(total >= tiles.lag - i)(lambda i=i, rows=rows: check(total - tiles.lag + i, *rows))
+        await_all_freed(empty, total, tiles.stages)
 
     def compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -107,26 +133,28 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
             a = lhs_smem.at[slot, :, pl.ds(row_offset, tiles.warpgroup_rows)].transpose((1, 0))
             return a, dout_smem.at[slot, :, pl.ds(col_offset, tiles.warpgroup_cols)]
 
-        def visit(at, rank, row_tile, col_tile, steps):
-            to = out.at[group[rank]]
-            row = pl.multiple_of(row_tile * tiles.rows + row_offset, tiles.warpgroup_rows)
+        def visit(item, _):
+            to = out.at[group[item.rank]]
+            row = pl.multiple_of(item.row_tile * tiles.rows + row_offset, tiles.warpgroup_rows)
+
+            def wait(step, slot):
+                plgpu.barrier_wait(loaded.at[slot])
+                edge = is_edge(item.begin - step * tiles.depth, item.stop - step * tiles.depth)
+                pl.when(edge)(lambda: plgpu.barrier_wait(masked.at[slot]))
 
             def store(strip, offset):
-                col = pl.multiple_of(col_tile * tiles.cols + col_offset + offset, strip.shape[1])
+                col = pl.multiple_of(item.col_tile * tiles.cols + col_offset + offset, strip.shape[1])
                 plgpu.copy_smem_to_gmem(strip, to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])])
 
             def with_accumulator(acc):
-                multiply_stages(acc, operands, full, empty, at, steps, tiles.stages)
+                multiply_stages(acc, operands, wait, empty, item.at, item.steps, tiles.stages)
                 stage_strips(acc[...].astype(out.dtype), out_smem.at[warpgroup], store)
-            pl.run_scoped(with_accumulator, plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32))
-        for_each_item(visit)
+            accumulator = plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32)
+            pl.when(item.real)(lambda: pl.run_scoped(with_accumulator, accumulator))
+        for_each_item(visit, None)
         plgpu.wait_smem_to_gmem(0)
 
-    lax.cond(warpgroup == MEMORY, memory, lambda: lax.cond(warpgroup == MASK, mask, compute))
-
-
-def _steps(start, end, depth):
-    return jnp.where(end > start, (end - start // ROW_ALIGNMENT * ROW_ALIGNMENT + depth - 1) // depth, 0)
+    lax.cond(warpgroup == COMPUTE_WARPGROUPS, memory, compute)
 
 
 def _tile_of(within, row_tiles, col_tiles, band):

@@ -42,7 +42,9 @@ class RowTiles:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTiles:
-    """How the gradient of rhs is cut. rows x cols: result of one block, part of one group's K x N; depth: rows of lhs and dout in one pipeline stage."""
+    """How the gradient of rhs is cut. rows x cols: result of one block, part of one group's K x N; depth: rows of lhs and dout in one pipeline stage.
+    lag: how many steps after its loads were issued a step is awaited and masked by the memory warpgroup; less than stages.
+    """
     rows: int = 128
     cols: int = 256
     depth: int = 64
@@ -50,6 +52,7 @@ class WeightTiles:
     split: Literal["rows", "cols"] = "rows"
     band: int = 8
     out_slots: int = 2
+    lag: int = 2
 
     @property
     def warpgroup_rows(self) -> int:
