@@ -1,6 +1,10 @@
-"""Tile sizes of the GPU kernels."""
+"""Tile sizes of the GPU kernels: a committed table of measured shapes, and a rule for the rest. Nothing is ever timed implicitly."""
 import dataclasses
 from typing import Literal
+
+Operation = Literal["forward", "dlhs", "drhs"]
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one block may have on Hopper; barriers take a little of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -8,6 +12,7 @@ class RowTiles:
     """How the forward product (and the gradient of lhs) is cut.
 
     rows, cols: result of one block; split: which of the two its two compute warpgroups share out. depth: contraction of one pipeline stage.
+    band: row tiles of a group that run over all columns before the next ones start. out_slots: strips of the result in flight, a warpgroup.
     cluster_along: None, or "rows"/"cols": pairs of blocks are neighbours in that direction, and the operand that they share is read once and multicast.
     """
     rows: int = 128
@@ -39,11 +44,17 @@ class RowTiles:
     def warpgroup_cols(self) -> int:
         return self.cols // 2 if self.split == "cols" else self.cols
 
+    def shared_memory(self) -> int:
+        """Bytes without barriers, for 16-bit operands."""
+        return 2 * self.stages * self.depth * (self.rows + self.cols) + 2 * self.out_slots * self.warpgroup_rows * 128
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightTiles:
     """How the gradient of rhs is cut. rows x cols: result of one block, part of one group's K x N; depth: rows of lhs and dout in one pipeline stage.
-    lag: how many steps after its loads were issued a step is awaited and masked by the memory warpgroup; less than stages.
+
+    lag: how many steps after its loads were issued a step is awaited and masked by the memory warpgroup. The compute warpgroups hold two stages, so
+    it is at most stages - 2: the load that frees a stage must never wait for a mask that comes after it.
     """
     rows: int = 128
     cols: int = 256
@@ -54,6 +65,10 @@ class WeightTiles:
     out_slots: int = 2
     lag: int = 2
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.lag <= self.stages - 2:
+            raise ValueError(f"lag: got {self.lag} with stages={self.stages}, wanted 1 to stages - 2 = {self.stages - 2}")
+
     @property
     def warpgroup_rows(self) -> int:
         return self.rows // 2 if self.split == "rows" else self.rows
@@ -61,3 +76,33 @@ class WeightTiles:
     @property
     def warpgroup_cols(self) -> int:
         return self.cols // 2 if self.split == "cols" else self.cols
+
+    def shared_memory(self) -> int:
+        """Bytes without barriers, for 16-bit operands."""
+        return 2 * self.stages * self.depth * (self.rows + self.cols) + 2 * self.out_slots * self.warpgroup_rows * 128
+
+
+TABLE: dict[tuple[str, Operation, int, int, int], RowTiles | WeightTiles] = {}
+"""Measured choices: (device kind, operation, log2 of average rows a group, K, N as in lhs [M, K] and rhs [G, K, N]) -> tiles."""
+
+# Relative speed of a block that is so many columns wide: narrower ones load more for the same arithmetic.
+_WIDTHS = {256: 1.0, 192: 0.95, 128: 0.85, 64: 0.55}
+
+
+def choose_tiles(device: str, operation: Operation, *, rows: int, k: int, n: int, groups: int) -> RowTiles | WeightTiles:
+    """Tiles for lhs [rows, k], rhs [groups, k, n], from the table or else by rule. Static facts only, so that the choice is the same in every run."""
+    average = max(rows // groups, 1)
+    if (tiles := TABLE.get((device, operation, average.bit_length() - 1, k, n))) is not None:
+        return tiles
+    width = block_width(k if operation == "dlhs" else n)
+    if operation == "drhs":
+        return WeightTiles(cols=width)
+    if average < 64:
+        # Most tiles hold one short group: reading fewer rows of lhs leaves room for another stage of weights, which are what is waited for.
+        return RowTiles(rows=64, cols=width, split="cols", stages=5) if width % 128 == 0 else RowTiles(rows=64, cols=width, split="cols")
+    return RowTiles(cols=width)
+
+
+def block_width(n: int) -> int:
+    """Columns of a block for a result of n: the best trade between width and columns computed past the end."""
+    return min(_WIDTHS, key=lambda width: -(-n // width) * width / _WIDTHS[width])
