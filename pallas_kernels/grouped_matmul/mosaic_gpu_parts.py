@@ -1,10 +1,13 @@
 """What both Hopper kernels share: register budgets, shared-memory layouts, the epilogue's strips."""
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_matmul.tiles import Tiles
 
 COMPUTE_WARPGROUPS = 2
 COMPILER_PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
@@ -26,6 +29,24 @@ def staging(slots: int, rows: int, dtype: Any, *, single_rows: bool) -> Any:
     return plgpu.SMEM((COMPUTE_WARPGROUPS, slots, rows, columns), dtype, transforms=transforms)
 
 
+def freed_barrier(tiles: Tiles) -> Any:
+    """On which compute warpgroups hand stages back: in a cluster to both blocks' memory warpgroups, since a multicast writes into both."""
+    barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if tiles.cluster > 1 else plgpu.Barrier
+    return barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=tiles.stages)
+
+
+def launch(tiles: Tiles, sms: int) -> dict[str, Any]:
+    """Grid of persistent blocks, in clusters, and their warpgroups, as keywords of plgpu.kernel."""
+    return dict(grid=(sms // tiles.cluster,), grid_names=("sm",), cluster=(tiles.cluster,), cluster_names=("cluster",),
+                num_threads=COMPUTE_WARPGROUPS + 1, thread_name="warpgroup")
+
+
+def load_pair(left: Any, right: Any, left_smem: Any, right_smem: Any, barrier: Any, tiles: Tiles) -> None:
+    """Loads one stage. Neighbours along columns share the left operand, neighbours along rows the right one: each block fetches half for both."""
+    plgpu.copy_gmem_to_smem(left, left_smem, barrier, collective_axes="cluster" if tiles.cluster_along == "cols" else None)
+    plgpu.copy_gmem_to_smem(right, right_smem, barrier, collective_axes="cluster" if tiles.cluster_along == "rows" else None)
+
+
 def strip_columns(dtype: Any) -> int:
     """Columns of a staged strip."""
     return 128 // jnp.dtype(dtype).itemsize
@@ -37,8 +58,10 @@ def stage_strips(result: Any, mine: Any, store: Any) -> None:
     `store` must commit exactly one group of copies. A slot is written again when the copies out of it have been read.
     """
     slots, _, width = mine.shape
-    for s in range(result.shape[1] // width):
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    strips = result.shape[1] // width
+    for s in range(strips):
+        # The last result's last strip may have used the slot that this one starts with.
+        plgpu.wait_smem_to_gmem(0 if s == 0 and strips % slots else slots - 1, wait_read_only=True)
         mine[s % slots] = result[:, s * width:(s + 1) * width].astype(mine.dtype)
         plgpu.commit_smem()
         store(mine.at[s % slots], s * width)

@@ -18,6 +18,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     COMPILER_PARAMS,
     COMPUTE_WARPGROUPS,
     await_all_freed,
+    freed_barrier,
+    launch,
+    load_pair,
     multiply_stages,
     operand_transforms,
     stage_strips,
@@ -41,7 +44,6 @@ def rows_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, out_dtyp
     schedule = row_schedule(group_sizes, rows, tiles.item_rows, -(-n // tiles.item_cols), tiles.band)
     dtype, stages, depth = lhs.dtype, tiles.stages, tiles.depth
     weight_block = (tiles.cols, depth) if transpose_rhs else (depth, tiles.cols)
-    empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",)) if tiles.cluster > 1 else plgpu.Barrier
     return plgpu.kernel(
         functools.partial(_body, tiles=tiles, transpose_rhs=transpose_rhs, blocks=sms // tiles.cluster),
         out_type=jax.ShapeDtypeStruct((rows, n), out_dtype),
@@ -49,10 +51,8 @@ def rows_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, out_dtyp
             lhs_smem=plgpu.SMEM((stages, tiles.rows, depth), dtype, transforms=operand_transforms(depth, dtype)),
             rhs_smem=plgpu.SMEM((stages, *weight_block), dtype, transforms=operand_transforms(weight_block[1], dtype)),
             out_smem=staging(tiles.out_slots, tiles.warpgroup_rows, out_dtype, single_rows=True),
-            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=empty(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)),
-        grid=(sms // tiles.cluster,), grid_names=("sm",), cluster=(tiles.cluster,), cluster_names=("cluster",),
-        num_threads=COMPUTE_WARPGROUPS + 1, thread_name="warpgroup", interpret=interpret, kernel_name="grouped_matmul_rows",
-        compiler_params=COMPILER_PARAMS,
+            full=plgpu.Barrier(num_arrivals=2, num_barriers=stages), empty=freed_barrier(tiles)),
+        **launch(tiles, sms), interpret=interpret, kernel_name="grouped_matmul_rows", compiler_params=COMPILER_PARAMS,
     )(schedule.last, schedule.ends, schedule.group, schedule.row, schedule.col, schedule.low, schedule.high, lhs, rhs)
 
 
@@ -80,10 +80,8 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
                 slot = lax.rem(at, tiles.stages)
                 inner = pl.ds(pl.multiple_of(step * tiles.depth, tiles.depth), tiles.depth)
                 pl.when(at >= tiles.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                plgpu.copy_gmem_to_smem(lhs.at[pl.ds(from_row, tiles.rows), inner], lhs_smem.at[slot], full.at[slot],
-                                        collective_axes="cluster" if tiles.cluster_along == "cols" else None)
-                plgpu.copy_gmem_to_smem(weight.at[outer, inner] if transpose_rhs else weight.at[inner, outer], rhs_smem.at[slot], full.at[slot],
-                                        collective_axes="cluster" if tiles.cluster_along == "rows" else None)
+                load_pair(lhs.at[pl.ds(from_row, tiles.rows), inner], weight.at[outer, inner] if transpose_rhs else weight.at[inner, outer],
+                          lhs_smem.at[slot], rhs_smem.at[slot], full.at[slot], tiles)
             lax.fori_loop(0, steps, one_step, None)
         lax.fori_loop(0, items, one_item, None)
         await_all_freed(empty, items * steps, tiles.stages)

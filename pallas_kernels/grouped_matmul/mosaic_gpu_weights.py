@@ -18,6 +18,9 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     COMPILER_PARAMS,
     COMPUTE_WARPGROUPS,
     await_all_freed,
+    freed_barrier,
+    launch,
+    load_pair,
     multiply_stages,
     operand_transforms,
     stage_strips,
@@ -33,11 +36,14 @@ MASK_COLUMNS = 64
 
 
 class Item(NamedTuple):
-    """One tile of one group's result. base: its first row block's first row; rows [base + begin, base + stop) are the group's; at: steps before it."""
+    """One block's tile, from [row, col], of one group's result. Contraction starts at row `base`; rows [base + begin, base + stop) are the group's.
+
+    at: steps of this block before it.
+    """
     real: jax.Array
     rank: jax.Array
-    row_tile: jax.Array
-    col_tile: jax.Array
+    row: jax.Array
+    col: jax.Array
     base: jax.Array
     begin: jax.Array
     stop: jax.Array
@@ -52,22 +58,21 @@ def weights_matmul(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_
     schedule = group_schedule(group_sizes, rows)
     stages, depth, dtype = tiles.stages, tiles.depth, lhs.dtype
     return plgpu.kernel(
-        functools.partial(_body, tiles=tiles, blocks=sms),
+        functools.partial(_body, tiles=tiles, blocks=sms // tiles.cluster),
         out_type=jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         scratch_types=dict(
             lhs_smem=plgpu.SMEM((stages, depth, tiles.rows), dtype, transforms=operand_transforms(tiles.rows, dtype)),
             dout_smem=plgpu.SMEM((stages, depth, tiles.cols), dtype, transforms=operand_transforms(tiles.cols, dtype)),
             out_smem=staging(tiles.out_slots, tiles.warpgroup_rows, out_dtype, single_rows=False),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages), masked=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-            empty=plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)),
-        grid=(sms,), grid_names=("sm",), num_threads=COMPUTE_WARPGROUPS + 1, thread_name="warpgroup", interpret=interpret,
-        kernel_name="grouped_matmul_weights", compiler_params=COMPILER_PARAMS,
+            empty=freed_barrier(tiles)),
+        **launch(tiles, sms), interpret=interpret, kernel_name="grouped_matmul_weights", compiler_params=COMPILER_PARAMS,
     )(schedule.group, schedule.start, schedule.end, lhs, dout)
 
 
 def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, loaded, masked, empty, tiles, blocks):
-    block, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-    row_tiles, col_tiles = -(-out.shape[1] // tiles.rows), -(-out.shape[2] // tiles.cols)
+    block, warpgroup, peer = lax.axis_index("sm"), lax.axis_index("warpgroup"), lax.axis_index("cluster")
+    row_tiles, col_tiles = -(-out.shape[1] // tiles.item_rows), -(-out.shape[2] // tiles.item_cols)
     items = out.shape[0] * row_tiles * col_tiles
     turns = -(-items // blocks)
 
@@ -82,7 +87,9 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
             begin, stop = start[rank] - base, end[rank] - base
             steps = jnp.where((i < items) & (stop > begin), (stop + tiles.depth - 1) // tiles.depth, 0)
             row_tile, col_tile = _tile_of(lax.rem(i, row_tiles * col_tiles), row_tiles, col_tiles, tiles.band)
-            item = Item(i < items, rank, row_tile, col_tile, base, begin, stop, at, steps)
+            row, col = (tile * size + (peer * mine if size > mine else 0) for tile, size, mine in (
+                (row_tile, tiles.item_rows, tiles.rows), (col_tile, tiles.item_cols, tiles.cols)))
+            item = Item(i < items, rank, row, col, base, begin, stop, at, steps)
             return at + steps, visit(item, carry)
         return lax.fori_loop(0, turns, one_item, (jnp.int32(0), carry))
 
@@ -105,15 +112,14 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
                 plgpu.barrier_arrive(masked.at[slot])
 
         def visit(item, waiting):
-            cut = lambda tile, size: pl.ds(pl.multiple_of(tile * size, size), size)
+            left, right = (pl.ds(pl.multiple_of(first, size), size) for first, size in ((item.row, tiles.rows), (item.col, tiles.cols)))
 
             def one_step(step, waiting):
                 at = item.at + step
                 slot = lax.rem(at, tiles.stages)
                 contracted = pl.ds(pl.multiple_of(item.base + step * tiles.depth, ROW_ALIGNMENT), tiles.depth)
                 pl.when(at >= tiles.stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                plgpu.copy_gmem_to_smem(lhs.at[contracted, cut(item.row_tile, tiles.rows)], lhs_smem.at[slot], loaded.at[slot])
-                plgpu.copy_gmem_to_smem(dout.at[contracted, cut(item.col_tile, tiles.cols)], dout_smem.at[slot], loaded.at[slot])
+                load_pair(lhs.at[contracted, left], dout.at[contracted, right], lhs_smem.at[slot], dout_smem.at[slot], loaded.at[slot], tiles)
                 pl.when(at >= tiles.lag)(lambda: check(at - tiles.lag, *waiting[0]))
                 return *waiting[1:], (item.begin - step * tiles.depth, item.stop - step * tiles.depth)
             return lax.fori_loop(0, item.steps, one_step, waiting)
@@ -135,7 +141,7 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
 
         def visit(item, _):
             to = out.at[group[item.rank]]
-            row = pl.multiple_of(item.row_tile * tiles.rows + row_offset, tiles.warpgroup_rows)
+            row = pl.multiple_of(item.row + row_offset, tiles.warpgroup_rows)
 
             def wait(step, slot):
                 plgpu.barrier_wait(loaded.at[slot])
@@ -143,7 +149,7 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
                 pl.when(edge)(lambda: plgpu.barrier_wait(masked.at[slot]))
 
             def store(strip, offset):
-                col = pl.multiple_of(item.col_tile * tiles.cols + col_offset + offset, strip.shape[1])
+                col = pl.multiple_of(item.col + col_offset + offset, strip.shape[1])
                 plgpu.copy_smem_to_gmem(strip, to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])])
 
             def with_accumulator(acc):

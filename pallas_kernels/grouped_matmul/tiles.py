@@ -8,8 +8,8 @@ SHARED_MEMORY = 227 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTiles:
-    """How the forward product (and the gradient of lhs) is cut.
+class Tiles:
+    """How a product is cut.
 
     rows, cols: result of one block; split: which of the two its two compute warpgroups share out. depth: contraction of one pipeline stage.
     band: row tiles of a group that run over all columns before the next ones start. out_slots: strips of the result in flight, a warpgroup.
@@ -30,6 +30,7 @@ class RowTiles:
 
     @property
     def item_rows(self) -> int:
+        """Rows of the result that a cluster works on at a time."""
         return self.rows * (2 if self.cluster_along == "rows" else 1)
 
     @property
@@ -49,37 +50,23 @@ class RowTiles:
         return 2 * self.stages * self.depth * (self.rows + self.cols) + 2 * self.out_slots * self.warpgroup_rows * 128
 
 
+class RowTiles(Tiles):
+    """Of the forward product and the gradient of lhs. `split="rows"` also halves the grain: a warpgroup without rows of the group rests."""
+
+
 @dataclasses.dataclass(frozen=True)
-class WeightTiles:
-    """How the gradient of rhs is cut. rows x cols: result of one block, part of one group's K x N; depth: rows of lhs and dout in one pipeline stage.
+class WeightTiles(Tiles):
+    """Of the gradient of rhs: rows x cols of one group's K x N; contraction is over rows of lhs and dout.
 
     lag: how many steps after its loads were issued a step is awaited and masked by the memory warpgroup. The compute warpgroups hold two stages, so
     it is at most stages - 2: the load that frees a stage must never wait for a mask that comes after it.
     """
-    rows: int = 128
-    cols: int = 256
-    depth: int = 64
-    stages: int = 4
-    split: Literal["rows", "cols"] = "rows"
     band: int = 8
-    out_slots: int = 2
     lag: int = 2
 
     def __post_init__(self) -> None:
         if not 1 <= self.lag <= self.stages - 2:
             raise ValueError(f"lag: got {self.lag} with stages={self.stages}, wanted 1 to stages - 2 = {self.stages - 2}")
-
-    @property
-    def warpgroup_rows(self) -> int:
-        return self.rows // 2 if self.split == "rows" else self.rows
-
-    @property
-    def warpgroup_cols(self) -> int:
-        return self.cols // 2 if self.split == "cols" else self.cols
-
-    def shared_memory(self) -> int:
-        """Bytes without barriers, for 16-bit operands."""
-        return 2 * self.stages * self.depth * (self.rows + self.cols) + 2 * self.out_slots * self.warpgroup_rows * 128
 
 
 TABLE: dict[tuple[str, Operation, int, int, int], RowTiles | WeightTiles] = {}
@@ -99,7 +86,7 @@ def choose_tiles(device: str, operation: Operation, *, rows: int, k: int, n: int
         return WeightTiles(cols=width)
     if average < 64:
         # Most tiles hold one short group: reading fewer rows of lhs leaves room for another stage of weights, which are what is waited for.
-        return RowTiles(rows=64, cols=width, split="cols", stages=5) if width % 128 == 0 else RowTiles(rows=64, cols=width, split="cols")
+        return RowTiles(rows=64, cols=width, split="cols" if width % 128 == 0 else "rows", stages=5, out_slots=1)
     return RowTiles(cols=width)
 
 
