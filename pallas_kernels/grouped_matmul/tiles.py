@@ -93,3 +93,36 @@ def choose_tiles(device: str, operation: Operation, *, rows: int, k: int, n: int
 def block_width(n: int) -> int:
     """Columns of a block for a result of n: the best trade between width and columns computed past the end."""
     return min(_WIDTHS, key=lambda width: -(-n // width) * width / _WIDTHS[width])
+
+
+_ROW_CANDIDATES = (
+    RowTiles(),
+    RowTiles(cluster_along="rows", band=8),
+    RowTiles(cluster_along="cols"),
+    RowTiles(band=4),
+    RowTiles(band=64),
+    RowTiles(rows=256, cols=128, out_slots=1, band=8),
+    RowTiles(rows=256, cols=128, out_slots=1, band=8, cluster_along="cols"),
+    RowTiles(rows=256, cols=192, stages=3, out_slots=1, band=8),
+    RowTiles(rows=64, split="cols", stages=5, out_slots=1, band=32),
+    RowTiles(stages=3, out_slots=4),
+)
+_WEIGHT_CANDIDATES = (
+    WeightTiles(),
+    WeightTiles(cluster_along="rows", band=4),
+    WeightTiles(cluster_along="cols"),
+    WeightTiles(band=4),
+    WeightTiles(band=16),
+    WeightTiles(lag=1),
+    WeightTiles(rows=256, cols=128, out_slots=1, band=4),
+    WeightTiles(cols=192, stages=5, out_slots=1, lag=3),
+)
+
+
+def candidates(operation: Operation, *, rows: int, k: int, n: int, groups: int) -> list[RowTiles | WeightTiles]:
+    """Tiles worth timing for a shape, most promising first; the present choice is among them."""
+    width = k if operation == "dlhs" else n
+    chosen = choose_tiles("", operation, rows=rows, k=k, n=n, groups=groups)
+    fits = lambda tiles: -(-width // tiles.item_cols) * tiles.item_cols <= 1.13 * width
+    pool = _WEIGHT_CANDIDATES if operation == "drhs" else _ROW_CANDIDATES
+    return [chosen, *(tiles for tiles in pool if tiles != chosen and fits(tiles))]
