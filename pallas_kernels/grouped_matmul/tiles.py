@@ -84,9 +84,9 @@ def choose_tiles(device: str, operation: Operation, *, rows: int, k: int, n: int
     width = block_width(k if operation == "dlhs" else n)
     if operation == "drhs":
         return WeightTiles(cols=width)
-    if average < 64:
+    if average < 64 and width % 128 == 0:
         # Most tiles hold one short group: reading fewer rows of lhs leaves room for another stage of weights, which are what is waited for.
-        return RowTiles(rows=64, cols=width, split="cols" if width % 128 == 0 else "rows", stages=5, out_slots=1)
+        return RowTiles(rows=64, cols=width, split="cols", stages=5, out_slots=1)
     return RowTiles(cols=width)
 
 
