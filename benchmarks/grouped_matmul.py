@@ -206,13 +206,14 @@ def main():
     parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="compilations at a time")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="indices of the shapes to time")
     parser.add_argument("--anchors", nargs="*", default=[])
+    parser.add_argument("--checks", action=argparse.BooleanOptionalAction, default=True, help="the small adverse cases first")
     options = parser.parse_args()
     anchors = run_anchors(options.anchors)
     begin = time.monotonic()
     device = jax.devices()[0]
     result = dict(operator="grouped_matmul", implementation="mosaic_gpu", dtype="bfloat16", device=device.device_kind, commit=commit(),
                   versions=dict(jax=jax.__version__, jaxlib=jax.lib.__version__, python=sys.version.split()[0], platform=device.client.platform_version),
-                  command=" ".join(["python", *sys.argv]), anchors=anchors, checks=small_cases(options.threads), records=[], best={})
+                  command=" ".join(["python", *sys.argv]), anchors=anchors, checks=options.checks and small_cases(options.threads), records=[], best={})
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for done, index in enumerate(options.shapes):
         left = options.seconds - (time.monotonic() - begin)

@@ -62,18 +62,28 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
     live_items = last[last.shape[0] - 1] * -(-out.shape[1] // tiles.item_cols)
     items = (live_items - block + blocks - 1) // blocks
 
-    def my_row(i):
-        return pl.multiple_of(row[i] + (peer * tiles.rows if tiles.cluster_along == "rows" else 0), ROW_ALIGNMENT)
+    def for_each_item(visit, *lists):
+        """visit(turn, row, col, *entries): this block's rows and columns of each item, and the item's entry of each list.
 
-    def my_col(i):
-        return (col[i] * tiles.cluster + peer if tiles.cluster_along == "cols" else col[i]) * tiles.cols
+        Entries are read an item ahead: a read takes longer than a step of the pipeline, and at the start of an item all would wait for it.
+        """
+        def entries(turn):
+            i = jnp.minimum(block + turn * blocks, group.shape[0] - 1)
+            return row[i], col[i], *(x[i] for x in lists)
+
+        def one_item(turn, now):
+            ahead = entries(turn + 1)
+            first_row = now[0] + (peer * tiles.rows if tiles.cluster_along == "rows" else 0)
+            tile = now[1] * tiles.cluster + peer if tiles.cluster_along == "cols" else now[1]
+            visit(turn, pl.multiple_of(first_row, ROW_ALIGNMENT), pl.multiple_of(tile * tiles.cols, tiles.cols), *now[2:])
+            return ahead
+        lax.fori_loop(0, items, one_item, entries(0))
 
     def memory():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
-        def one_item(turn, _):
-            i = block + turn * blocks
-            weight, from_row, outer = rhs.at[group[i]], my_row(i), pl.ds(pl.multiple_of(my_col(i), tiles.cols), tiles.cols)
+        def visit(turn, from_row, from_col, of_group):
+            weight, outer = rhs.at[of_group], pl.ds(from_col, tiles.cols)
 
             def one_step(step, _):
                 at = turn * steps + step
@@ -83,7 +93,7 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
                 load_pair(lhs.at[pl.ds(from_row, tiles.rows), inner], weight.at[outer, inner] if transpose_rhs else weight.at[inner, outer],
                           lhs_smem.at[slot], rhs_smem.at[slot], full.at[slot], tiles)
             lax.fori_loop(0, steps, one_step, None)
-        lax.fori_loop(0, items, one_item, None)
+        for_each_item(visit, group)
         await_all_freed(empty, items * steps, tiles.stages)
 
     def compute():
@@ -93,10 +103,10 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
         operands = functools.partial(_operands, lhs_smem, rhs_smem, row_offset, col_offset, tiles, transpose_rhs)
         mine = out_smem.at[warpgroup]
 
-        def one_item(turn, _):
-            i = block + turn * blocks
-            first, out_col = my_row(i) + row_offset, my_col(i) + col_offset
-            begin, end = (jnp.clip(x[i] - (first - row[i]), 0, tiles.warpgroup_rows) for x in (low, high))
+        def visit(turn, from_row, from_col, low, high):
+            first, out_col = from_row + row_offset, from_col + col_offset
+            skipped = row_offset + (peer * tiles.rows if tiles.cluster_along == "rows" else 0)
+            begin, end = (jnp.clip(x - skipped, 0, tiles.warpgroup_rows) for x in (low, high))
 
             @pl.when(end > begin)
             def _():
@@ -112,7 +122,7 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.barrier_arrive(empty.at[slot])
                 lax.fori_loop(0, steps, pass_over, None)
-        lax.fori_loop(0, items, one_item, None)
+        for_each_item(visit, low, high)
         plgpu.wait_smem_to_gmem(0)
         workers = blocks * tiles.cluster * COMPUTE_WARPGROUPS
         _zero_dead_rows(out, mine, ends[ends.shape[0] - 1], (block * tiles.cluster + peer) * COMPUTE_WARPGROUPS + warpgroup, workers)

@@ -41,7 +41,7 @@ class Item(NamedTuple):
     at: steps of this block before it.
     """
     real: jax.Array
-    rank: jax.Array
+    group: jax.Array
     row: jax.Array
     col: jax.Array
     base: jax.Array
@@ -78,20 +78,26 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
 
     def for_each_item(visit, carry):
         """carry = visit(item, carry) for each item of this block, and a few that are none and have no steps; returns the total of steps and the last carry."""
-        def one_item(turn, state):
-            at, carry = state
+        def ahead(turn):
             # Back and forth over the blocks: in rounds of ever shorter items nobody always gets the longest of the round.
             i = turn * blocks + jnp.where(lax.rem(turn, 2) == 0, block, blocks - 1 - block)
             rank = jnp.minimum(i, items - 1) // (row_tiles * col_tiles)
-            base = start[rank] // ROW_ALIGNMENT * ROW_ALIGNMENT
-            begin, stop = start[rank] - base, end[rank] - base
+            return i, group[rank], start[rank], end[rank]
+
+        def one_item(turn, state):
+            at, (i, of_group, first, last), carry = state
+            # Read an item ahead: a read takes longer than a step of the pipeline, and at the start of an item all would wait for it.
+            following = ahead(turn + 1)
+            base = first // ROW_ALIGNMENT * ROW_ALIGNMENT
+            begin, stop = first - base, last - base
             steps = jnp.where((i < items) & (stop > begin), (stop + tiles.depth - 1) // tiles.depth, 0)
             row_tile, col_tile = _tile_of(lax.rem(i, row_tiles * col_tiles), row_tiles, col_tiles, tiles.band)
             row, col = (tile * size + (peer * mine if size > mine else 0) for tile, size, mine in (
                 (row_tile, tiles.item_rows, tiles.rows), (col_tile, tiles.item_cols, tiles.cols)))
-            item = Item(i < items, rank, row, col, base, begin, stop, at, steps)
-            return at + steps, visit(item, carry)
-        return lax.fori_loop(0, turns, one_item, (jnp.int32(0), carry))
+            item = Item(i < items, of_group, row, col, base, begin, stop, at, steps)
+            return at + steps, following, visit(item, carry)
+        total, _, carry = lax.fori_loop(0, turns, one_item, (jnp.int32(0), ahead(jnp.int32(0)), carry))
+        return total, carry
 
     def is_edge(begin, stop):
         return (begin > 0) | (stop < tiles.depth)
@@ -140,7 +146,7 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
             return a, dout_smem.at[slot, :, pl.ds(col_offset, tiles.warpgroup_cols)]
 
         def visit(item, _):
-            to = out.at[group[item.rank]]
+            to = out.at[item.group]
             row = pl.multiple_of(item.row + row_offset, tiles.warpgroup_rows)
 
             def wait(step, slot):
