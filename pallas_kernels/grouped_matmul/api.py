@@ -8,7 +8,15 @@ from pallas_kernels.dispatch import Implementation, Operator, choose, register
 from pallas_kernels.grouped_matmul import reference, specs, xla
 
 _OPERATOR = register(Operator(name="grouped_matmul", unmet=specs.UNMET, example=specs.EXAMPLE))
-_IMPLEMENTATIONS = dict(xla=xla.grouped_matmul, reference=reference.grouped_matmul)
+
+
+def _mosaic_gpu(lhs: Array, rhs: Array, group_sizes: Array, out_dtype: jnp.dtype) -> Array:
+    # Pallas is a heavy import, and of no use where the kernels cannot run.
+    from pallas_kernels.grouped_matmul import mosaic_gpu
+    return mosaic_gpu.grouped_matmul(lhs, rhs, group_sizes, out_dtype)
+
+
+_IMPLEMENTATIONS = dict(mosaic_gpu=_mosaic_gpu, xla=xla.grouped_matmul, reference=reference.grouped_matmul)
 
 
 def grouped_matmul(lhs: Float[Array, "M K"], rhs: Float[Array, "G K N"], group_sizes: Int[Array, " G"], *,

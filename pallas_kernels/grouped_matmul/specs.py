@@ -68,17 +68,29 @@ def zeros_varying_like(shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -
 
 
 def unmet_mosaic_gpu(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any) -> list[str]:
-    """Every reason why the Mosaic GPU kernel cannot take the call."""
-    unmet = ["this version has no Mosaic GPU kernel for grouped_matmul; nearest accepted value: 'xla'"]
+    """Every reason why the Mosaic GPU kernels cannot take the call."""
+    unmet = []
     if jax.default_backend() != "gpu":
-        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default backend is {jax.default_backend()!r}")
+        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default backend is {jax.default_backend()!r}; nearest accepted value here: 'xla'")
     elif (capability := getattr(jax.devices()[0], "compute_capability", None)) != "9.0":
-        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default device has {capability}")
-    if lhs_dtype != rhs_dtype or jnp.dtype(lhs_dtype).name not in ("bfloat16", "float16"):
-        unmet.append(f"needs lhs and rhs both bfloat16 or both float16, got {lhs_dtype} and {rhs_dtype}; nearest: bfloat16")
-    for name, size in (("K", k), ("N", n)):
-        if size % 64:
-            unmet.append(f"needs {name} to be a multiple of 64, got {size}; nearest: {-(-size // 64) * 64}")
+        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default device has {capability}; nearest accepted value here: 'xla'")
+    return unmet + unmet_by_shape(rows=rows, k=k, n=n, groups=groups, lhs_dtype=lhs_dtype, rhs_dtype=rhs_dtype, out_dtype=out_dtype)
+
+
+def unmet_by_shape(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any) -> list[str]:
+    """What the Mosaic GPU kernels want of the arguments, whatever the device."""
+    unmet = []
+    lhs_name, rhs_name, out_name = (jnp.dtype(x).name for x in (lhs_dtype, rhs_dtype, out_dtype))
+    if lhs_name != rhs_name or lhs_name not in ("bfloat16", "float16"):
+        unmet.append(f"needs lhs and rhs both bfloat16 or both float16, got {lhs_name} and {rhs_name}; nearest: bfloat16")
+    if out_name not in (lhs_name, "float32"):
+        unmet.append(f"needs preferred_element_type to be lhs's dtype or float32, got {out_name}; nearest: float32")
+    # Rows are addressed in tiles of 8 by 128 bytes, which must divide the arrays.
+    for name, size, multiple in (("M", rows, 8), ("K", k, 64), ("N", n, 64)):
+        if size % multiple or not size:
+            unmet.append(f"needs {name} to be a positive multiple of {multiple}, got {size}; nearest: {max(-(-size // multiple), 1) * multiple}")
+    if max(groups * (k // 64), rows // 8 + groups) * (max(k, n) // 64) >= 2**31:
+        unmet.append(f"needs the number of tiles to fit 32 bits, got M={rows}, K={k}, N={n}, G={groups}; nearest: split rows or groups over several calls")
     return unmet
 
 
