@@ -32,10 +32,12 @@ class Operator:
 
     unmet: implementation name -> function of the call's static facts that returns every unmet requirement as a sentence.
     example: the facts of a typical call; `kernel_report` shows what would run for it on this machine.
+    held_back: implementation name -> why `auto` passes it over though it can run. By name it runs.
     """
     name: str
     unmet: Mapping[str, Callable[..., list[str]]]
     example: Mapping[str, Any]
+    held_back: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def register(operator: Operator) -> Operator:
@@ -86,6 +88,8 @@ def choose(operator: Operator, implementation: Implementation, **facts: Any) -> 
     reasons: dict[str, list[str]] = {}
     for name in candidates(implementation):
         unmet = operator.unmet[name](**facts)
+        if not unmet and implementation == "auto" and name in operator.held_back:
+            unmet = [operator.held_back[name]]
         if not unmet:
             _announce(operator.name, name, reasons)
             return name
@@ -110,6 +114,7 @@ def kernel_report() -> str:
     for operator in _operators.values():
         for name in NAMES:
             unmet = operator.unmet[name](**operator.example)
-            rows.append((operator.name, name, "no" if unmet else "yes", "; ".join(unmet)))
+            held_back = "" if unmet else operator.held_back.get(name, "")
+            rows.append((operator.name, name, "no" if unmet else "by name" if held_back else "yes", held_back or "; ".join(unmet)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)

@@ -1,4 +1,5 @@
 """Which implementation runs, who decides, and what a refusal says."""
+import dataclasses
 import logging
 
 import pytest
@@ -21,6 +22,15 @@ def operator(monkeypatch):
 @pytest.mark.parametrize("size,dtype,chosen", [(64, "bfloat16", "mosaic_gpu"), (64, "float32", "xla"), (8, "bfloat16", "xla"), (100, "float32", "reference")])
 def test_auto_takes_the_first_that_can(operator, size, dtype, chosen):
     assert dispatch.choose(operator, "auto", size=size, dtype=dtype) == chosen
+
+
+def test_auto_passes_over_what_is_held_back(operator):
+    held = dispatch.register(dataclasses.replace(operator, held_back={"mosaic_gpu": "not checked yet"}))
+    facts = dict(size=64, dtype="bfloat16")
+    assert dispatch.choose(held, "auto", **facts) == "xla"
+    assert dispatch.choose(held, "mosaic_gpu", **facts) == "mosaic_gpu" and dispatch.choose(held, ("mosaic_gpu", "xla"), **facts) == "mosaic_gpu"
+    with use_implementation("mosaic_gpu"):
+        assert dispatch.choose(held, "auto", **facts) == "mosaic_gpu"
 
 
 def test_a_name_never_falls_back(operator):
