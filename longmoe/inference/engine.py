@@ -36,7 +36,7 @@ def generate(model: LongMoE, variables: Variables, prompt_tokens: Int[Array, "B 
     """
     sampling, prompt, lengths, keys = _checked(prompt_tokens, prompt_lengths, max_new_tokens, Sampling(temperature, top_k, top_p), key)
     start = prefill(model, sampling, eos_id, prompt.shape[1] + max_new_tokens, dict(variables), prompt, lengths, keys[0])
-    first = start.token
+    first = jnp.copy(start.token)                                       # decode takes `start` over
     rest, _ = decode(model, sampling, eos_id, dict(variables), start, keys[1:])
     return jnp.concatenate([first[:, None], rest], axis=1)
 
@@ -50,13 +50,13 @@ def stream(model: LongMoE, variables: Variables, prompt_tokens: Int[Array, "B P"
     """
     sampling, prompt, lengths, keys = _checked(prompt_tokens, prompt_lengths, max_new_tokens, Sampling(temperature, top_k, top_p), key)
     state = prefill(model, sampling, eos_id, prompt.shape[1] + max_new_tokens, dict(variables), prompt, lengths, keys[0])
-    tokens, ended = np.asarray(state.token)[:, None], np.asarray(state.ended)
+    tokens, ended = np.array(state.token)[:, None], np.array(state.ended)   # copies: decode takes the state over
     yield tokens
     for at in range(1, max_new_tokens, STREAM_CHUNK):
         if ended.all():
             return
         decoded, state = decode(model, sampling, eos_id, dict(variables), state, keys[at:at + STREAM_CHUNK])
-        ended = np.asarray(state.ended)
+        ended = np.array(state.ended)
         yield np.asarray(decoded)
 
 

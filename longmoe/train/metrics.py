@@ -15,6 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from longmoe.train.run_files import replace_text
 
+CLOCK = ("tokens_per_second", "step_seconds", "elapsed_seconds")
+"""Figures of a line that come from the clock: two runs that agree to the bit differ in these alone (and in mfu, where there is one)."""
 LOAD_EVERY = 10
 """Steps between lines that carry expert_load: it is [MoE layers, E] numbers, the others are scalars and one number a layer."""
 

@@ -34,7 +34,7 @@ from longmoe.configs import CheckpointConfig, DataConfig, MeshConfig, TrainConfi
 from longmoe.data.corpus import build_corpus
 from longmoe.train import manifest
 from longmoe.train.checkpoints import Checkpoints, complete_steps
-from longmoe.train.metrics import MetricsFile, read_lines
+from longmoe.train.metrics import CLOCK, MetricsFile, read_lines
 from longmoe.train.state import TrainState
 
 STEPS = 20
@@ -145,8 +145,7 @@ def kill_somewhere(child: int, run: Path, in_save: bool, rng: random.Random) -> 
 
 
 def outcome(run: Path) -> tuple[str, list[dict]]:
-    timing = ("tokens_per_second", "elapsed_seconds")
-    return (run / "digest.txt").read_text(), [{k: v for k, v in line.items() if k not in timing} for line in read_lines(run / "metrics.jsonl")]
+    return (run / "digest.txt").read_text(), [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(run / "metrics.jsonl")]
 
 
 def main() -> int:
