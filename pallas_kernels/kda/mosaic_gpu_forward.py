@@ -1,0 +1,498 @@
+"""KDA's forward pass on Hopper, in two Pallas Mosaic GPU kernels. Notation as in `xla.py`; a chunk is 64 tokens, a tile 16 of them.
+
+`prepare` is parallel over chunks: l2 norm, gate, cumulative decays, decayed scores P and A, T = (I + A)^-1. It leaves, in chunk-major order,
+
+    Qg = scale q e^G     Kd = beta k e^G     Kr = k e^(G_C - G)     P     T     e^(G_C)
+
+`recur` walks the chunks of one head with the state in registers, each warpgroup owning 64 columns of the values:
+
+    R = beta V - Kd S     D = T R     O = Qg S + P D     S <- e^(G_C) S + Kr^T D
+
+Scores of tokens i >= j in tiles d apart are products of (x_i e^(c_i)) and (k_j e^(reach_d - c_j)), c the running sum of log decays inside a tile and
+reach_d what lies between: d = 0 anchors just before the tile, d > 0 at the start of i's tile. The left factor is one for all d, and nothing
+later than i enters it or the columns that are kept. Decays are in bits (log2) inside the kernels.
+
+Document masks need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
+"""
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kda.chunk import CHUNK, TILE
+from pallas_kernels.kda.gates import L2_EPS
+
+SLAB = 64
+"""Channels that one register array holds, and columns of the state per warpgroup."""
+LOG2E = math.log2(math.e)
+BALANCE = 57.0
+"""Bits that the left factors are scaled up by and the right ones down: both then stay in the middle of bfloat16's range."""
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+WGMMA = plgpu.Layout.WGMMA
+ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
+"""Layouts of a vector with one entry per row, per column of a register array."""
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Config(NamedTuple):
+    """Static facts of a call, from which the kernels are built."""
+    scale: float
+    bound: float | None
+    """Lower bound of the bounded gate; None: `g` is the log decay itself."""
+    normalize: bool
+    interpret: Any = None
+    """`plgpu.InterpretGPUParams` to run on a CPU, for tests."""
+
+
+def tiled(*shape: int, dtype=BF16) -> Any:
+    """Shared memory whose last two dimensions are laid out for TMA and wgmma."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))
+
+
+def iota(dimension: int, columns: int = CHUNK) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, columns), dimension, layout=WGMMA)
+
+
+def down(vector: Array, columns: int = CHUNK) -> Array:
+    """One entry per row, spread over the columns."""
+    return lax.broadcast_in_dim(vector, (CHUNK, columns), (0,))
+
+
+def across(vector: Array) -> Array:
+    """One entry per column, spread over the rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (CHUNK, vector.shape[0]), (1,)), WGMMA)
+
+
+def product(*pairs: tuple[Any, Any]) -> Array:
+    """Sum of products of shared memory tiles, float32 [M, N]."""
+    def body(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(body, plgpu.ACC((pairs[0][0].shape[0], pairs[0][1].shape[1]), F32))
+
+
+def transposed(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def columns(ref: Any, s: int) -> Any:
+    """Slab s of a reference with channels last."""
+    return ref.at[..., pl.ds(s * SLAB, SLAB)]
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """x as a sum of two bfloat16 arrays, to 17 bits."""
+    high = x.astype(BF16)
+    return high, (x - high.astype(F32)).astype(BF16)
+
+
+# ---------------------------------------------------------------- parts of `prepare`, shared with the backward pass
+
+
+def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
+    """1 / norm of each row of a [64, Dk] tile, or None."""
+    if not normalize:
+        return None
+    squares = 0
+    for s in range(slabs):
+        x = ref.at[s][...].astype(F32)
+        squares = squares + jnp.sum(x * x, axis=1)
+    return lax.rsqrt(squares + L2_EPS)
+
+
+def log2_decay(config: Config, g: Array, rate: Array | None, bias: Array | None, valid: Array | None) -> Array:
+    """Log decay in bits of one [64, 64] slab from what `g` holds. bias: rate * dt_bias, one entry per column."""
+    if config.bound is None:
+        decay = g * LOG2E
+    else:
+        decay = (config.bound * LOG2E) / (1.0 + jnp.exp2((rate * g + across(bias)) * -LOG2E))
+    return decay if valid is None else jnp.where(valid, decay, 0.0)
+
+
+def tile_totals(c_s: Any, s: int) -> list[Array]:
+    """Log decay of each tile of the chunk, one entry per column of slab s: the last row of the tile's running sum."""
+    return [plgpu.load(c_s.at[TILE * (i + 1) - 1, pl.ds(s * SLAB, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
+
+
+def by_tile(vectors: list[Array | None]) -> Array:
+    """Row i of the result is the vector of i's tile; None stands for ones."""
+    tile = iota(0) // TILE
+    arrays = [jnp.ones((CHUNK, SLAB), F32) if v is None else across(v) for v in vectors]
+    result = arrays[-1]
+    for i in reversed(range(len(arrays) - 1)):
+        result = jnp.where(tile <= i, arrays[i], result)
+    return result
+
+
+def running_sums(config: Config, refs: dict, slabs: int, valid: Array | None) -> None:
+    """refs["g"] -> refs["c"]: running sums of the log decay inside each tile, float32. Uses refs x1, x2, x3.
+
+    A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
+    """
+    row, column = iota(0), iota(1)
+    ones = (row >= column) & (row // TILE == column // TILE)
+    refs["x3"].at[0][...] = jnp.where(ones, 1.0, 0.0).astype(BF16)
+    for s in range(slabs):
+        bias = None if config.bound is None else plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False)
+        parts = split(log2_decay(config, refs["g"].at[s][...].astype(F32), refs.get("rate"), bias, valid))
+        for x, part in zip((refs["x1"], refs["x2"]), parts):
+            x.at[s][...] = part
+    plgpu.commit_smem()
+    for s in range(slabs):
+        ones = refs["x3"].at[0]
+        columns(refs["c"], s)[...] = product((ones, refs["x1"].at[s]), (ones, refs["x2"].at[s]))
+
+
+def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
+    """Slab s of a tile in float32, each row times its entry of `scale`, zero where not kept."""
+    x = ref.at[s][...].astype(F32)
+    x = x if scale is None else x * down(scale)
+    return x if keep is None else jnp.where(keep, x, 0.0)
+
+
+def inverse(a: Array, a_s: Any, tiles: list[Any]) -> Array:
+    """(I + A)^-1 of a strictly lower triangular float32 [64, 64] in registers.
+
+    a_s: float32 scratch [64, 24]; tiles: four [64, 64] bfloat16 scratch tiles. Elimination in float32 inside the 16-token tiles, from the right:
+    column k of T is final once all later ones are, and then leaves A[k, j] times itself in the columns j < k. Two merges of neighbouring blocks
+    follow, [[P, 0], [L, Q]]^-1 = [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]], on the whole matrix at once: T - T L T with T split in two bfloat16 parts.
+    """
+    tile, column = iota(0, TILE) // TILE, iota(1, TILE)
+    stacked = lax.slice(a, (0, 3 * TILE), (CHUNK, 4 * TILE))
+    for i in reversed(range(3)):
+        stacked = jnp.where(tile <= i, lax.slice(a, (0, i * TILE), (CHUNK, (i + 1) * TILE)), stacked)
+    a_s.at[:, pl.ds(0, TILE)][...] = stacked
+    x = jnp.where(iota(0, TILE) - tile * TILE == column, 1.0, 0.0)
+    for k in reversed(range(1, TILE)):
+        rows = None
+        for i in reversed(range(4)):
+            row = across(plgpu.load(a_s.at[TILE * i + k, pl.ds(0, TILE)], layout=COLUMNS, optimized=False))
+            rows = row if rows is None else jnp.where(tile <= i, row, rows)
+        final = jnp.sum(jnp.where(column == k, x, 0.0), axis=1)
+        x = x - down(final, TILE) * rows
+    t = jnp.concatenate([jnp.where(tile == i, x, 0.0) for i in range(4)], axis=1)
+    for size in (TILE, 2 * TILE):
+        row, column = iota(0) // size, iota(1) // size
+        corner = jnp.where((row == column + 1) & (column // 2 == row // 2), a, 0.0)
+        t_high, t_low, c_high, c_low = tiles
+        for ref, part in zip(tiles, (*split(t), *split(corner))):
+            ref[...] = part
+        plgpu.commit_smem()
+        left = product((t_high, c_high), (t_low, c_high), (t_high, c_low))
+        for ref, part in zip((c_high, c_low), split(left)):
+            ref[...] = part
+        plgpu.commit_smem()
+        t = t - product((c_high, t_high), (c_low, t_high), (c_high, t_low))
+    return t
+
+
+# ---------------------------------------------------------------- kernel 1
+
+
+def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, ...], slabs: int) -> None:
+    """Starts the copies of one chunk's inputs, those in `wide` by slabs, and waits for them."""
+    b, h, n = index
+    rows = pl.ds(n * CHUNK, CHUNK)
+    for name in wide:
+        for s in range(slabs):
+            plgpu.copy_gmem_to_smem(columns(refs[f"{name}_in"].at[b, rows, h], s), refs[name].at[s], refs["barrier"])
+    for name, where in (("beta", (b, h, rows)), ("bias", (h,)), ("runs", (b, rows))):
+        if name in refs:
+            plgpu.copy_gmem_to_smem(refs[f"{name}_in"].at[where], refs[name], refs["barrier"])
+    plgpu.barrier_wait(refs["barrier"])
+
+
+class Masks(NamedTuple):
+    """Of one chunk: bool [64, 64] arrays and, per row, beta. None: everywhere."""
+    beta: Array
+    valid: Array | None
+    entry: Array | None
+    """Rows that the incoming state belongs to."""
+    exit: Array | None
+    """Rows that the outgoing state belongs to."""
+    same: Array | None
+    """Row and column in one document."""
+    carry: Array | None
+    """Scalar: the incoming and the outgoing state belong together."""
+
+
+def masks(refs: dict, index: tuple[Array, Array, Array]) -> Masks:
+    beta = plgpu.load(refs["beta"], layout=ROWS, optimized=False)
+    if "runs" not in refs:
+        return Masks(beta, None, None, None, None, None)
+    b, _, n = index
+    runs = down(plgpu.load(refs["runs"], layout=ROWS, optimized=False))
+    first, last = refs["edges_in"][b, n, 0], refs["edges_in"][b, n, 1]
+    same = runs == across(plgpu.load(refs["runs"], layout=COLUMNS, optimized=False))
+    return Masks(jnp.maximum(beta, 0.0), down(beta) >= 0.0, runs == first, runs == last, same, first == last)
+
+
+def both(a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else a & b
+
+
+def kept(keep: Array | None, x: Array) -> Array:
+    return x if keep is None else jnp.where(keep, x, 0.0)
+
+
+def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], slabs: int) -> None:
+    """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q."""
+    for s in range(slabs):
+        totals = tile_totals(refs["c"], s)
+        c = plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
+        before = [None, totals[0], totals[0] + totals[1], totals[0] + totals[1] + totals[2]]
+        after = [totals[1] + totals[2] + totals[3], totals[2] + totals[3], totals[3], None]
+        local = jnp.exp2(c)
+        entering = local * by_tile([None if x is None else jnp.exp2(x) for x in before])
+        q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
+        refs["x1"].at[s][...] = kept(m.entry, q * entering).astype(BF16)
+        refs["q"].at[s][...] = (q * (local * 2.0 ** BALANCE)).astype(BF16)
+        k = scaled(refs["k"], s, scales[1], m.valid)
+        refs["x2"].at[s][...] = kept(m.entry, k * down(m.beta) * entering).astype(BF16)
+        leaving = jnp.exp2(by_tile(totals) - c) * by_tile([None if x is None else jnp.exp2(x) for x in after])
+        refs["x3"].at[s][...] = kept(m.exit, k * leaving).astype(BF16)
+        total = jnp.exp2(before[3] + totals[3])
+        columns(refs["decay"], s)[...] = total if m.carry is None else jnp.where(m.carry, total, 0.0)
+
+
+def _right_factors(refs: dict, m: Masks, k_scale: Array | None, slabs: int, far: bool) -> None:
+    """Right factors of the scores for tiles that are 0 and 1 apart (2 and 3 if far) -> x2, x3. First call: also the left factor of k -> x1."""
+    for s in range(slabs):
+        totals = tile_totals(refs["c"], s)
+        c = plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
+        k = scaled(refs["k"], s, k_scale, m.valid)
+        reach = k * jnp.exp2(by_tile(totals) - c - BALANCE)
+        if far:
+            refs["x2"].at[s][...] = (reach * by_tile([jnp.exp2(totals[1]), jnp.exp2(totals[2]), None, None])).astype(BF16)
+            refs["x3"].at[s][...] = (reach * across(jnp.exp2(totals[1] + totals[2]))).astype(BF16)
+        else:
+            refs["x1"].at[s][...] = (k * jnp.exp2(c + BALANCE)).astype(BF16)
+            refs["x2"].at[s][...] = (k * jnp.exp2(-c - BALANCE)).astype(BF16)
+            refs["x3"].at[s][...] = reach.astype(BF16)
+
+
+def scores(refs: dict, m: Masks, k_scale: Array | None, slabs: int) -> tuple[Array, Array]:
+    """-> P with its diagonal, A without it and with beta, float32 [64, 64], zero elsewhere. Left factor of q in refs["q"]; uses x1, x2, x3."""
+    row, column = iota(0), iota(1)
+    apart = row // TILE - column // TILE
+    p = a = jnp.zeros((CHUNK, CHUNK), F32)
+    for far in (False, True):
+        _right_factors(refs, m, k_scale, slabs, far)
+        plgpu.commit_smem()
+        for distance, right in ((2 * far, "x2"), (2 * far + 1, "x3")):
+            p = jnp.where(apart == distance, product(*((refs["q"].at[s], transposed(refs[right].at[s])) for s in range(slabs))), p)
+            a = jnp.where(apart == distance, product(*((refs["x1"].at[s], transposed(refs[right].at[s])) for s in range(slabs))), a)
+    return kept(both(m.same, row >= column), p), kept(both(m.same, row > column), a * down(m.beta))
+
+
+def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) -> None:
+    refs = dict(zip(names, refs))
+    slabs = key // SLAB
+    index = b, h, n = tuple(lax.axis_index(name) for name in ("b", "h", "n"))
+    if config.bound is not None:
+        refs["rate"] = refs["rate_in"][h]
+    load_chunk(refs, index, ("q", "k", "g"), slabs)
+    m = masks(refs, index)
+    running_sums(config, refs, slabs, m.valid)
+    scales = tuple(row_scale(refs[name], config.normalize, slabs) for name in ("q", "k"))
+    _outgoing(config, refs, m, scales, slabs)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs["decay"], refs["decay_out"].at[b, h, n])
+    for name, ref in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
+        for s in range(slabs):
+            plgpu.copy_smem_to_gmem(refs[ref].at[s], columns(refs[f"{name}_out"].at[b, h, n], s))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    p, a = scores(refs, m, scales[1], slabs)
+    refs["x1"].at[0][...] = p.astype(BF16)
+    t = inverse(a, refs["a"], [refs[name].at[0] for name in ("q", "k", "x2", "x3")])
+    refs["x2"].at[0][...] = t.astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs["x1"].at[0], refs["p_out"].at[b, h, n])
+    plgpu.copy_smem_to_gmem(refs["x2"].at[0], refs["t_out"].at[b, h, n])
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Prepared(NamedTuple):
+    """What `prepare` leaves for the serial kernels, N chunks of a sequence and head."""
+    qg: Float[Array, "B H N C K"]
+    kd: Float[Array, "B H N C K"]
+    kr: Float[Array, "B H N C K"]
+    p: Float[Array, "B H N C C"]
+    t: Float[Array, "B H N C C"]
+    decay: Float[Array, "B H N K"]
+
+
+class Inputs(NamedTuple):
+    """Arguments of the operator, T a multiple of 64. beta: in [0, 1], -1 at padding. runs, edges: see `mosaic_inputs`."""
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    g: Float[Array, "B T H K"]
+    beta: Float[Array, "B H T"]
+    rate: Float[Array, "H"] | None
+    bias: Float[Array, "H K"] | None
+    runs: Int[Array, "B T"] | None
+    edges: Int[Array, "B N 2"] | None
+    """Owner of the state before and after each chunk."""
+
+
+def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:
+    """Shared memory of a kernel that forms decays and scores, by name."""
+    slabs = key // SLAB
+    wide = functools.partial(tiled, slabs, CHUNK, SLAB)
+    names = dict(q=wide(), k=wide(), g=wide(dtype=g_dtype), beta=plgpu.SMEM((CHUNK,), F32))
+    if bounded:
+        names["bias"] = plgpu.SMEM((key,), F32)
+    if packed:
+        names["runs"] = plgpu.SMEM((CHUNK,), jnp.int32)
+    names["barrier"] = plgpu.Barrier(num_arrivals=len(names) + 3 * (slabs - 1))
+    # The padding of 8 columns spreads the rows over the banks.
+    return names | dict(x1=wide(), x2=wide(), x3=wide(), c=plgpu.SMEM((CHUNK, key + 8), F32),
+                        a=plgpu.SMEM((CHUNK, TILE + 8), F32), decay=plgpu.SMEM((key,), F32))
+
+
+def input_names(x: Inputs) -> dict[str, Array]:
+    names = dict(q_in=x.q, k_in=x.k, g_in=x.g, beta_in=x.beta, rate_in=x.rate, bias_in=x.bias, runs_in=x.runs, edges_in=x.edges)
+    return {name: array for name, array in names.items() if array is not None}
+
+
+def prepare(config: Config, x: Inputs) -> Prepared:
+    batch, length, heads, key = x.q.shape
+    chunks = length // CHUNK
+    inputs = input_names(x)
+    struct = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct((batch, heads, chunks, *shape), dtype)
+    outputs = Prepared(*(struct(CHUNK, key),) * 3, *(struct(CHUNK, CHUNK),) * 2, struct(key, dtype=F32))
+    scratch = prepare_scratch(key, x.g.dtype, x.runs is not None, x.bias is not None)
+    names = (*inputs, *(f"{name}_out" for name in Prepared._fields), *scratch)
+    return Prepared(*plgpu.kernel(functools.partial(_prepare_body, config, names, key), out_type=tuple(outputs),
+                                  scratch_types=tuple(scratch.values()), grid=(batch, heads, chunks), grid_names=("b", "h", "n"),
+                                  compiler_params=PARAMS, interpret=config.interpret or False)(*inputs.values()))
+
+
+# ---------------------------------------------------------------- kernel 2
+
+STAGES = 2
+"""Chunks in shared memory: one is worked on while the next arrives."""
+
+
+def warpgroups(sequences: int, value: int, multiprocessors: int = 132) -> int:
+    """Compute warpgroups per block, each with 64 columns of the state: all columns in one block, unless that leaves half of the chip idle."""
+    return 1 if 2 * sequences <= multiprocessors else value // SLAB
+
+
+def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    """One chunk of one warpgroup: writes its columns of o, returns the state after it (Dk / 64 arrays [64, 64])."""
+    b, h, column = at
+    slabs = len(state)
+    for s in range(slabs):
+        r["state"].at[wg, s][...] = state[s].astype(BF16)
+    plgpu.barrier_wait(r["arrived"].at[slot])
+    beta = plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False)
+    v = r["v"].at[slot, wg][...].astype(F32)
+    values = jnp.where(down(beta) > 0.0, v * down(beta), 0.0)
+    plgpu.commit_smem()
+    if "states_out" in r:
+        for s in range(slabs):
+            plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
+    stage = lambda name, *index: r[name].at[(slot, *index)]
+    right = values - product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
+    r["d"].at[wg][...] = right.astype(BF16)
+    plgpu.commit_smem()
+    d = product((stage("t"), r["d"].at[wg]))
+    r["d"].at[wg][...] = d.astype(BF16)
+    plgpu.commit_smem()
+    after = []
+    for s in range(slabs):
+        decay = plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False)
+        after.append(state[s] * down(decay) + product((transposed(stage("kr", s)), r["d"].at[wg])))
+    o = product(*((stage("qg", s), r["state"].at[wg, s]) for s in range(slabs)), (stage("p"), r["d"].at[wg]))
+    plgpu.barrier_arrive(r["consumed"].at[slot])
+    # The previous chunk's o must have left its buffer.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    r["o"].at[wg][...] = o.astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
+    return tuple(after)
+
+
+def _fetch(r: dict, slot: Any, n: Any, b: Array, h: Array, column: Array, slabs: int, groups: int) -> None:
+    """Starts the copies of chunk n into a stage."""
+    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["arrived"].at[slot])
+    for name in ("kd", "qg", "kr"):
+        for s in range(slabs):
+            copy(columns(r[f"{name}_in"].at[b, h, n], s), r[name].at[slot, s])
+    for name in ("t", "p", "decay"):
+        copy(r[f"{name}_in"].at[b, h, n], r[name].at[slot])
+    copy(r["beta_in"].at[b, h, pl.ds(n * CHUNK, CHUNK)], r["beta"].at[slot])
+    for group in range(groups):
+        copy(r["v_in"].at[b, pl.ds(n * CHUNK, CHUNK), h, pl.ds(column + group * SLAB, SLAB)], r["v"].at[slot, group])
+
+
+def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *refs: Any) -> None:
+    r = dict(zip(names, refs))
+    slabs = key // SLAB
+    b, h, tile, wg = (lax.axis_index(name) for name in ("b", "h", "tile", "wg"))
+    first_column = tile * (groups * SLAB)
+
+    @pl.when(wg < groups)
+    def _compute():
+        column = pl.ds(first_column + wg * SLAB, SLAB)
+        state = tuple(plgpu.load(r["initial_in"].at[b, h, pl.ds(s * SLAB, SLAB), column], layout=WGMMA, optimized=False) for s in range(slabs))
+
+        def step(n, state):
+            return _recur_chunk(r, lax.rem(n, STAGES), wg, state, n, (b, h, column))
+
+        state = lax.fori_loop(0, chunks, step, state)
+        for s in range(slabs):
+            r["final_out"].at[b, h, pl.ds(s * SLAB, SLAB), column][...] = state[s]
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == groups)
+    def _produce():
+        for n in range(min(STAGES, chunks)):
+            _fetch(r, n, n, b, h, first_column, slabs, groups)
+
+        def step(n, _):
+            slot = lax.rem(n, STAGES)
+            plgpu.barrier_wait(r["consumed"].at[slot])
+            _fetch(r, slot, n + STAGES, b, h, first_column, slabs, groups)
+            return ()
+
+        lax.fori_loop(0, max(chunks - STAGES, 0), step, ())
+
+
+def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"], initial: Float[Array, "B H K V"],
+          save_states: bool) -> tuple[Array, ...]:
+    """-> o [B, T, H, V] bfloat16, final state [B, H, K, V] float32, and with save_states the bfloat16 state before each chunk [B, H, N, K, V]."""
+    batch, length, heads, value = v.shape
+    chunks, key = prepared.decay.shape[2:]
+    slabs, groups = key // SLAB, warpgroups(batch * heads, value)
+    inputs = dict(qg_in=prepared.qg, kd_in=prepared.kd, kr_in=prepared.kr, p_in=prepared.p, t_in=prepared.t, decay_in=prepared.decay, v_in=v,
+                  beta_in=beta, initial_in=initial)
+    outputs = dict(o_out=jax.ShapeDtypeStruct(v.shape, BF16), final_out=jax.ShapeDtypeStruct(initial.shape, F32))
+    if save_states:
+        outputs["states_out"] = jax.ShapeDtypeStruct((batch, heads, chunks, key, value), BF16)
+    wide = tiled(STAGES, slabs, CHUNK, SLAB)
+    square = tiled(STAGES, CHUNK, CHUNK)
+    scratch = dict(qg=wide, kd=wide, kr=wide, p=square, t=square, v=tiled(STAGES, groups, CHUNK, SLAB), decay=plgpu.SMEM((STAGES, key), F32),
+                   beta=plgpu.SMEM((STAGES, CHUNK), F32), state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB),
+                   o=tiled(groups, CHUNK, SLAB), arrived=plgpu.Barrier(num_arrivals=3 * slabs + 4 + groups, num_barriers=STAGES),
+                   consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES))
+    names = (*inputs, *outputs, *scratch)
+    return tuple(plgpu.kernel(functools.partial(_recur_body, names, key, groups, chunks), out_type=tuple(outputs.values()),
+                              scratch_types=tuple(scratch.values()), grid=(batch, heads, value // SLAB // groups), grid_names=("b", "h", "tile"),
+                              num_threads=groups + 1, thread_name="wg", compiler_params=PARAMS,
+                              interpret=config.interpret or False)(*inputs.values()))
+
+
+def forward(config: Config, x: Inputs, initial: Float[Array, "B H K V"], save_states: bool = False) -> tuple[Array, ...]:
+    """Both kernels: see `recur`."""
+    return recur(config, prepare(config, x), x.v, x.beta, initial, save_states)
