@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, Operator, choose, register
-from pallas_kernels.kda import gates, reference, specs, xla
+from pallas_kernels.kda import gates, reference, specs, vjp, xla
 from pallas_kernels.kda.decode import kda_step
 from pallas_kernels.kda.documents import document_runs, state_owner
 
@@ -63,10 +63,13 @@ def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array
         initial_state = jnp.zeros([sizes[n] for n in ("B", "H", "Dk", "Dv")])
     initial_state = initial_state.astype(state_dtype)
     o_dtype = v.dtype
+    scale = sizes["Dk"] ** -0.5 if scale is None else float(scale)
+    if chosen == "mosaic_gpu" and 0 not in (sizes["B"], sizes["T"], sizes["H"]):
+        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, gate=gate, a_log=a_log, dt_bias=dt_bias,
+                       lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
     q, k, v, g, beta, initial_state, owner, valid = _prepare(
         q, k, v, g, beta, initial_state, segment_ids, operand if state_dtype == jnp.float32 else state_dtype,
         gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
-    scale = sizes["Dk"] ** -0.5 if scale is None else float(scale)
     if 0 in (sizes["B"], sizes["T"], sizes["H"]):
         o, state = jnp.zeros_like(v), initial_state
     elif chosen == "reference":

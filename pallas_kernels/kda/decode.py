@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, Operator, choose, register
 from pallas_kernels.kda import gates, reference, specs
 
-OPERATOR = register(Operator(name="kda_step", unmet=specs.UNMET, example=specs.EXAMPLE))
+OPERATOR = register(Operator(name="kda_step", unmet=specs.STEP_UNMET, example=specs.EXAMPLE))
 
 
 def kda_step(q: Float[Array, "B H Dk"], k: Float[Array, "B H Dk"], v: Float[Array, "B H Dv"], g: Float[Array, "B H Dk"],

@@ -123,9 +123,9 @@ def tile_totals(c_s: Any, s: int) -> list[Array]:
 
 
 def by_tile(vectors: list[Array | None]) -> Array:
-    """Row i of the result is the vector of i's tile; None stands for ones."""
+    """Row i of the result is the vector of i's tile; None stands for zeros."""
     tile = iota(0) // TILE
-    arrays = [jnp.ones((CHUNK, SLAB), F32) if v is None else across(v) for v in vectors]
+    arrays = [jnp.zeros((CHUNK, SLAB), F32) if v is None else across(v) for v in vectors]
     result = arrays[-1]
     for i in reversed(range(len(arrays) - 1)):
         result = jnp.where(tile <= i, arrays[i], result)
@@ -146,8 +146,8 @@ def running_sums(config: Config, refs: dict, slabs: int, valid: Array | None) ->
         for x, part in zip((refs["x1"], refs["x2"]), parts):
             x.at[s][...] = part
     plgpu.commit_smem()
+    ones = refs["x3"].at[0]
     for s in range(slabs):
-        ones = refs["x3"].at[0]
         columns(refs["c"], s)[...] = product((ones, refs["x1"].at[s]), (ones, refs["x2"].at[s]))
 
 
@@ -211,90 +211,91 @@ def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, .
 
 
 class Masks(NamedTuple):
-    """Of one chunk: bool [64, 64] arrays and, per row, beta. None: everywhere."""
-    beta: Array
+    """Of one chunk. None: everywhere."""
     valid: Array | None
+    """Rows that are no padding, bool [64, 64]."""
     entry: Array | None
     """Rows that the incoming state belongs to."""
     exit: Array | None
     """Rows that the outgoing state belongs to."""
-    same: Array | None
-    """Row and column in one document."""
     carry: Array | None
     """Scalar: the incoming and the outgoing state belong together."""
 
 
 def masks(refs: dict, index: tuple[Array, Array, Array]) -> Masks:
-    beta = plgpu.load(refs["beta"], layout=ROWS, optimized=False)
     if "runs" not in refs:
-        return Masks(beta, None, None, None, None, None)
+        return Masks(None, None, None, None)
     b, _, n = index
     runs = down(plgpu.load(refs["runs"], layout=ROWS, optimized=False))
     first, last = refs["edges_in"][b, n, 0], refs["edges_in"][b, n, 1]
-    same = runs == across(plgpu.load(refs["runs"], layout=COLUMNS, optimized=False))
-    return Masks(jnp.maximum(beta, 0.0), down(beta) >= 0.0, runs == first, runs == last, same, first == last)
+    return Masks(down(plgpu.load(refs["beta"], layout=ROWS, optimized=False)) >= 0.0, runs == first, runs == last, first == last)
 
 
-def both(a: Array | None, b: Array | None) -> Array | None:
-    return b if a is None else a if b is None else a & b
+def beta_rows(refs: dict) -> Array:
+    """beta, one entry per row, 0 at padding."""
+    return jnp.maximum(plgpu.load(refs["beta"], layout=ROWS, optimized=False), 0.0)
+
+
+def visible(refs: dict, ordered: Array) -> Array:
+    """`ordered`, a bool [64, 64], where row and column are in one document."""
+    if "runs" not in refs:
+        return ordered
+    runs = [plgpu.load(refs["runs"], layout=layout, optimized=False) for layout in (ROWS, COLUMNS)]
+    return ordered & (down(runs[0]) == across(runs[1]))
 
 
 def kept(keep: Array | None, x: Array) -> Array:
     return x if keep is None else jnp.where(keep, x, 0.0)
 
 
+def load_c(refs: dict, s: int) -> Array:
+    return plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
+
+
 def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], slabs: int) -> None:
     """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q."""
     for s in range(slabs):
         totals = tile_totals(refs["c"], s)
-        c = plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
-        before = [None, totals[0], totals[0] + totals[1], totals[0] + totals[1] + totals[2]]
-        after = [totals[1] + totals[2] + totals[3], totals[2] + totals[3], totals[3], None]
-        local = jnp.exp2(c)
-        entering = local * by_tile([None if x is None else jnp.exp2(x) for x in before])
+        whole = jnp.exp2(totals[0] + totals[1] + (totals[2] + totals[3]))
+        columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
+        entering = jnp.exp2(load_c(refs, s) + by_tile([None, totals[0], totals[0] + totals[1], totals[0] + totals[1] + totals[2]]))
         q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
         refs["x1"].at[s][...] = kept(m.entry, q * entering).astype(BF16)
-        refs["q"].at[s][...] = (q * (local * 2.0 ** BALANCE)).astype(BF16)
-        k = scaled(refs["k"], s, scales[1], m.valid)
-        refs["x2"].at[s][...] = kept(m.entry, k * down(m.beta) * entering).astype(BF16)
-        leaving = jnp.exp2(by_tile(totals) - c) * by_tile([None if x is None else jnp.exp2(x) for x in after])
-        refs["x3"].at[s][...] = kept(m.exit, k * leaving).astype(BF16)
-        total = jnp.exp2(before[3] + totals[3])
-        columns(refs["decay"], s)[...] = total if m.carry is None else jnp.where(m.carry, total, 0.0)
-
-
-def _right_factors(refs: dict, m: Masks, k_scale: Array | None, slabs: int, far: bool) -> None:
-    """Right factors of the scores for tiles that are 0 and 1 apart (2 and 3 if far) -> x2, x3. First call: also the left factor of k -> x1."""
-    for s in range(slabs):
+        k = scaled(refs["k"], s, scales[1], m.valid) * down(beta_rows(refs))
+        refs["x2"].at[s][...] = kept(m.entry, k * entering).astype(BF16)
+        q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
+        refs["q"].at[s][...] = (q * jnp.exp2(load_c(refs, s) + BALANCE)).astype(BF16)
         totals = tile_totals(refs["c"], s)
-        c = plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
-        k = scaled(refs["k"], s, k_scale, m.valid)
+        after = totals[2] + totals[3]
+        leaving = jnp.exp2(by_tile([totals[0] + (totals[1] + after), totals[1] + after, after, totals[3]]) - load_c(refs, s))
+        refs["x3"].at[s][...] = kept(m.exit, scaled(refs["k"], s, scales[1], m.valid) * leaving).astype(BF16)
+
+
+def _score_factors(refs: dict, m: Masks, k_scale: Array | None, slabs: int) -> None:
+    """The left factor of k -> x1; its right factors for tiles that are 0, 1, 2, 3 apart -> x2, x3, x4 and in place of k."""
+    for s in range(slabs):
+        c, k = load_c(refs, s), scaled(refs["k"], s, k_scale, m.valid)
+        refs["x1"].at[s][...] = (k * jnp.exp2(c + BALANCE)).astype(BF16)
+        refs["x2"].at[s][...] = (k * jnp.exp2(-c - BALANCE)).astype(BF16)
+        totals = tile_totals(refs["c"], s)
         reach = k * jnp.exp2(by_tile(totals) - c - BALANCE)
-        if far:
-            refs["x2"].at[s][...] = (reach * by_tile([jnp.exp2(totals[1]), jnp.exp2(totals[2]), None, None])).astype(BF16)
-            refs["x3"].at[s][...] = (reach * across(jnp.exp2(totals[1] + totals[2]))).astype(BF16)
-        else:
-            refs["x1"].at[s][...] = (k * jnp.exp2(c + BALANCE)).astype(BF16)
-            refs["x2"].at[s][...] = (k * jnp.exp2(-c - BALANCE)).astype(BF16)
-            refs["x3"].at[s][...] = reach.astype(BF16)
+        refs["x3"].at[s][...] = reach.astype(BF16)
+        refs["x4"].at[s][...] = (reach * jnp.exp2(by_tile([totals[1], totals[2], None, None]))).astype(BF16)
+        refs["k"].at[s][...] = (reach * across(jnp.exp2(totals[1] + totals[2]))).astype(BF16)
 
 
-def scores(refs: dict, m: Masks, k_scale: Array | None, slabs: int) -> tuple[Array, Array]:
-    """-> P with its diagonal, A without it and with beta, float32 [64, 64], zero elsewhere. Left factor of q in refs["q"]; uses x1, x2, x3."""
-    row, column = iota(0), iota(1)
-    apart = row // TILE - column // TILE
-    p = a = jnp.zeros((CHUNK, CHUNK), F32)
-    for far in (False, True):
-        _right_factors(refs, m, k_scale, slabs, far)
-        plgpu.commit_smem()
-        for distance, right in ((2 * far, "x2"), (2 * far + 1, "x3")):
-            p = jnp.where(apart == distance, product(*((refs["q"].at[s], transposed(refs[right].at[s])) for s in range(slabs))), p)
-            a = jnp.where(apart == distance, product(*((refs["x1"].at[s], transposed(refs[right].at[s])) for s in range(slabs))), a)
-    return kept(both(m.same, row >= column), p), kept(both(m.same, row > column), a * down(m.beta))
+def scores(refs: dict, left: str, slabs: int) -> Array:
+    """Products of a left factor with the right factors of every distance, float32 [64, 64]; above the diagonal tiles: nothing of use."""
+    apart, result = iota(0) // TILE - iota(1) // TILE, None
+    for distance, right in enumerate(("x2", "x3", "x4", "k")):
+        pairs = [(refs[left].at[s], transposed(refs[right].at[s])) for s in range(slabs)]
+        result = product(*pairs) if result is None else jnp.where(apart == distance, product(*pairs), result)
+    return result
 
 
 def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) -> None:
     refs = dict(zip(names, refs))
+    refs.setdefault("x4", refs["g"])
     slabs = key // SLAB
     index = b, h, n = tuple(lax.axis_index(name) for name in ("b", "h", "n"))
     if config.bound is not None:
@@ -310,13 +311,17 @@ def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) 
         for s in range(slabs):
             plgpu.copy_smem_to_gmem(refs[ref].at[s], columns(refs[f"{name}_out"].at[b, h, n], s))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    p, a = scores(refs, m, scales[1], slabs)
-    refs["x1"].at[0][...] = p.astype(BF16)
-    t = inverse(a, refs["a"], [refs[name].at[0] for name in ("q", "k", "x2", "x3")])
-    refs["x2"].at[0][...] = t.astype(BF16)
+    _score_factors(refs, m, scales[1], slabs)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs["x1"].at[0], refs["p_out"].at[b, h, n])
-    plgpu.copy_smem_to_gmem(refs["x2"].at[0], refs["t_out"].at[b, h, n])
+    p = scores(refs, "q", slabs)
+    refs["q"].at[0][...] = kept(visible(refs, iota(0) >= iota(1)), p).astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs["q"].at[0], refs["p_out"].at[b, h, n])
+    a = scores(refs, "x1", slabs) * down(beta_rows(refs))
+    t = inverse(kept(visible(refs, iota(0) > iota(1)), a), refs["a"], [refs[name].at[0] for name in ("k", "x2", "x3", "x4")])
+    refs["x1"].at[0][...] = t.astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs["x1"].at[0], refs["t_out"].at[b, h, n])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -331,7 +336,7 @@ class Prepared(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arguments of the operator, T a multiple of 64. beta: in [0, 1], -1 at padding. runs, edges: see `mosaic_inputs`."""
+    """Arguments of the operator, T a multiple of 64. beta: -1 at padding. rate, bias of the bounded gate: lower_bound * sigmoid(rate * g + bias)."""
     q: Float[Array, "B T H K"]
     k: Float[Array, "B T H K"]
     v: Float[Array, "B T H V"]
@@ -340,6 +345,7 @@ class Inputs(NamedTuple):
     rate: Float[Array, "H"] | None
     bias: Float[Array, "H K"] | None
     runs: Int[Array, "B T"] | None
+    """Owner of the state after each token."""
     edges: Int[Array, "B N 2"] | None
     """Owner of the state before and after each chunk."""
 
@@ -354,6 +360,8 @@ def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict
     if packed:
         names["runs"] = plgpu.SMEM((CHUNK,), jnp.int32)
     names["barrier"] = plgpu.Barrier(num_arrivals=len(names) + 3 * (slabs - 1))
+    if g_dtype != BF16:
+        names["x4"] = wide()
     # The padding of 8 columns spreads the rows over the banks.
     return names | dict(x1=wide(), x2=wide(), x3=wide(), c=plgpu.SMEM((CHUNK, key + 8), F32),
                         a=plgpu.SMEM((CHUNK, TILE + 8), F32), decay=plgpu.SMEM((key,), F32))
@@ -394,32 +402,32 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     slabs = len(state)
     for s in range(slabs):
         r["state"].at[wg, s][...] = state[s].astype(BF16)
-    plgpu.barrier_wait(r["arrived"].at[slot])
-    beta = plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False)
-    v = r["v"].at[slot, wg][...].astype(F32)
-    values = jnp.where(down(beta) > 0.0, v * down(beta), 0.0)
     plgpu.commit_smem()
     if "states_out" in r:
         for s in range(slabs):
             plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
     stage = lambda name, *index: r[name].at[(slot, *index)]
-    right = values - product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
-    r["d"].at[wg][...] = right.astype(BF16)
+    plgpu.barrier_wait(r["arrived"].at[slot])
+    erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
+    beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
+    # Selected, not multiplied: v may hold anything at padding, NaN too.
+    values = jnp.where(beta > 0.0, beta * r["v"].at[slot, wg][...].astype(F32), 0.0)
+    r["d"].at[wg][...] = (values - erased).astype(BF16)
     plgpu.commit_smem()
     d = product((stage("t"), r["d"].at[wg]))
     r["d"].at[wg][...] = d.astype(BF16)
     plgpu.commit_smem()
-    after = []
-    for s in range(slabs):
-        decay = plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False)
-        after.append(state[s] * down(decay) + product((transposed(stage("kr", s)), r["d"].at[wg])))
     o = product(*((stage("qg", s), r["state"].at[wg, s]) for s in range(slabs)), (stage("p"), r["d"].at[wg]))
-    plgpu.barrier_arrive(r["consumed"].at[slot])
     # The previous chunk's o must have left its buffer.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     r["o"].at[wg][...] = o.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
+    after = []
+    for s in range(slabs):
+        decay = plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False)
+        after.append(state[s] * down(decay) + product((transposed(stage("kr", s)), r["d"].at[wg])))
+    plgpu.barrier_arrive(r["consumed"].at[slot])
     return tuple(after)
 
 
@@ -442,8 +450,9 @@ def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *ref
     b, h, tile, wg = (lax.axis_index(name) for name in ("b", "h", "tile", "wg"))
     first_column = tile * (groups * SLAB)
 
-    @pl.when(wg < groups)
-    def _compute():
+    def compute():
+        if groups == 2:
+            plgpu.set_max_registers(232, action="increase")
         column = pl.ds(first_column + wg * SLAB, SLAB)
         state = tuple(plgpu.load(r["initial_in"].at[b, h, pl.ds(s * SLAB, SLAB), column], layout=WGMMA, optimized=False) for s in range(slabs))
 
@@ -455,8 +464,9 @@ def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *ref
             r["final_out"].at[b, h, pl.ds(s * SLAB, SLAB), column][...] = state[s]
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(wg == groups)
-    def _produce():
+    def produce():
+        if groups == 2:
+            plgpu.set_max_registers(40, action="decrease")
         for n in range(min(STAGES, chunks)):
             _fetch(r, n, n, b, h, first_column, slabs, groups)
 
@@ -466,7 +476,17 @@ def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *ref
             _fetch(r, slot, n + STAGES, b, h, first_column, slabs, groups)
             return ()
 
-        lax.fori_loop(0, max(chunks - STAGES, 0), step, ())
+        lax.fori_loop(0, chunks - STAGES, step, ())
+        # Every arrival is waited for before the barriers go away.
+        for n in range(max(chunks - STAGES, 0), chunks):
+            plgpu.barrier_wait(r["consumed"].at[n % STAGES])
+
+    # One if/else: only then does ptxas give each branch its own registers.
+    lax.cond(wg < groups, compute, produce)
+    # No warpgroup may leave while another still issues wgmma.
+    plgpu.barrier_arrive(r["done"])
+    plgpu.barrier_wait(r["done"])
+
 
 
 def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"], initial: Float[Array, "B H K V"],
@@ -485,7 +505,7 @@ def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: 
     scratch = dict(qg=wide, kd=wide, kr=wide, p=square, t=square, v=tiled(STAGES, groups, CHUNK, SLAB), decay=plgpu.SMEM((STAGES, key), F32),
                    beta=plgpu.SMEM((STAGES, CHUNK), F32), state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB),
                    o=tiled(groups, CHUNK, SLAB), arrived=plgpu.Barrier(num_arrivals=3 * slabs + 4 + groups, num_barriers=STAGES),
-                   consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES))
+                   consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES), done=plgpu.Barrier(num_arrivals=groups + 1))
     names = (*inputs, *outputs, *scratch)
     return tuple(plgpu.kernel(functools.partial(_recur_body, names, key, groups, chunks), out_type=tuple(outputs.values()),
                               scratch_types=tuple(scratch.values()), grid=(batch, heads, value // SLAB // groups), grid_names=("b", "h", "tile"),

@@ -45,7 +45,7 @@ def factored(gate: str, lower_bound: float | None) -> bool:
 
 
 def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, key: int, value: int) -> list[str]:
-    unmet = ["kernel: this version has none for kda; use 'xla'"]
+    unmet = []
     if not _has_hopper():
         unmet.append(f"device: got {jax.default_backend()}, wanted a Hopper GPU (compute capability 9.0)")
     bound = bound_of(gate, lower_bound)
@@ -70,7 +70,12 @@ def _nothing_unmet(**facts: Any) -> list[str]:
     return []
 
 
+def _step_unmet(**facts: Any) -> list[str]:
+    return ["kernel: this version has none for kda_step; use 'xla'", *_mosaic_gpu_unmet(**facts)]
+
+
 UNMET = dict(mosaic_gpu=_mosaic_gpu_unmet, xla=_nothing_unmet, reference=_nothing_unmet)
+STEP_UNMET = UNMET | dict(mosaic_gpu=_step_unmet)
 
 
 def check_arrays(wanted: Mapping[str, tuple[Any, tuple[str, ...]]]) -> dict[str, int]:

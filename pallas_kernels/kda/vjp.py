@@ -1,0 +1,91 @@
+"""The operator on Hopper: what surrounds the Mosaic GPU kernels, and their gradient.
+
+Per-token scalars (beta, owners of the state) and per-head parameters are brought into the kernels' layout by XLA, with their own gradients by
+JAX: together under 1% of the traffic. Everything with Dk or Dv channels goes into the kernels as the caller gave it.
+"""
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kda import gates, xla
+from pallas_kernels.kda.chunk import CHUNK
+from pallas_kernels.kda.documents import document_runs, state_owner
+from pallas_kernels.kda.mosaic_gpu_forward import Config, Inputs, forward
+
+
+def kda(q, k, v, g, beta, initial_state, segment_ids, *, scale: float, gate: str, a_log, dt_bias, lower_bound: float | None, beta_logits: bool,
+        qk_l2norm: bool, interpret: Any = None) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H Dk Dv"]]:
+    """Arguments as `api.kda` takes them, q, k, v bfloat16, the gates bounded. interpret: `plgpu.InterpretGPUParams`, for tests."""
+    length = q.shape[1]
+    padding = -length % CHUNK
+    if padding and segment_ids is None:
+        segment_ids = jnp.ones(q.shape[:2], jnp.int32)
+    g = g if g.dtype == jnp.bfloat16 else g.astype(jnp.float32)
+    beta = beta.astype(jnp.float32)
+    beta = jax.nn.sigmoid(beta) if beta_logits else beta
+    if padding:
+        pad = lambda x: jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+        q, k, v, g, beta, segment_ids = (pad(x) for x in (q, k, v, g, beta, segment_ids))
+    owner = edges = rate = bias = None
+    if segment_ids is not None:
+        runs = document_runs(segment_ids)
+        owner = state_owner(runs)
+        beta = jnp.where((runs != 0)[..., None], beta, -1.0)
+        last = owner[:, CHUNK - 1::CHUNK]
+        edges = jnp.stack([jnp.pad(last, ((0, 0), (1, 0)), constant_values=1)[:, :-1], last], axis=-1)
+    if gate == "bounded":
+        heads, key = q.shape[2:]
+        rate = jnp.ones((heads,)) if a_log is None else jnp.exp(a_log.astype(jnp.float32))
+        bias = jnp.zeros((heads, key)) if dt_bias is None else rate[:, None] * dt_bias.astype(jnp.float32)
+    bound = gates.bound_of(gate, lower_bound) if gate == "bounded" else None
+    config = Config(scale, bound, qk_l2norm, interpret)
+    x = Inputs(q, k, v, g, jnp.swapaxes(beta, 1, 2), rate, bias, owner, edges)
+    o, state = operator(config, x, initial_state.astype(jnp.float32))
+    return o[:, :length], state
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def operator(config: Config, x: Inputs, initial: Float[Array, "B H K V"]) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    return forward(config, x, initial)
+
+
+def _operator_forward(config, x, initial):
+    o, final, states = forward(config, x, initial, save_states=True)
+    return (o, final), (x, states)
+
+
+def _tokens(config: Config, arrays: tuple[Array, ...], runs: Int[Array, "B T"] | None, valid: Array | None) -> tuple[Array, ...]:
+    """What the recurrence takes: q and k normalised, the log decay, beta. In plain JAX, for its gradient."""
+    q, k, v, g, beta, rate, bias = arrays
+    keep = lambda x: x if valid is None else jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
+    q, k, v, g = (keep(x) for x in (q, k, v, g))
+    if config.normalize:
+        q, k = (gates.l2_normalize(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+    g = g.astype(jnp.float32)
+    if config.bound is not None:
+        g = config.bound * jax.nn.sigmoid(rate[:, None] * g + bias)
+    return q, k, v, keep(g), keep(jnp.swapaxes(beta, 1, 2))
+
+
+def _operator_backward(config, residuals, cotangents):
+    """The chunked backward pass of `xla`, from the states that the forward kernels saved."""
+    x, states = residuals
+    do, dfinal = cotangents
+    batch, heads, chunks = states.shape[:3]
+    valid = None if x.runs is None else jnp.swapaxes(x.beta, 1, 2)[:, :, 0] >= 0
+    differentiable = (x.q, x.k, x.v, x.g, x.beta, x.rate, x.bias)
+    tokens, pull = jax.vjp(lambda *arrays: _tokens(config, arrays, x.runs, valid), *differentiable)
+    group = max(1, min(chunks, xla.GROUP_ELSEWHERE // (batch * heads)))
+    while chunks % group:
+        group -= 1
+    states = jnp.moveaxis(states, 2, 0).reshape(chunks // group, group, batch * heads, *states.shape[3:])
+    plan = xla.Plan(config.scale, True, False, group)
+    *grads, dinitial, _ = xla.chunked_backward(plan, (*tokens, x.runs, (states,)), (do, dfinal))
+    dq, dk, dv, dg, dbeta, drate, dbias = pull(tuple(grads))
+    return Inputs(dq, dk, dv, dg, dbeta, drate, dbias, None, None), dinitial
+
+
+operator.defvjp(_operator_forward, _operator_backward)
