@@ -409,6 +409,8 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     stage = lambda name, *index: r[name].at[(slot, *index)]
     plgpu.barrier_wait(r["arrived"].at[slot])
     erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
+    # Ordinary reads of a stage come before a commit_smem, which orders them before the copy that overwrites it.
+    decay = [plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False) for s in range(slabs)]
     beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
     # Selected, not multiplied: v may hold anything at padding, NaN too.
     values = jnp.where(beta > 0.0, beta * r["v"].at[slot, wg][...].astype(F32), 0.0)
@@ -423,10 +425,7 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     r["o"].at[wg][...] = o.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
-    after = []
-    for s in range(slabs):
-        decay = plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False)
-        after.append(state[s] * down(decay) + product((transposed(stage("kr", s)), r["d"].at[wg])))
+    after = [state[s] * down(decay[s]) + product((transposed(stage("kr", s)), r["d"].at[wg])) for s in range(slabs)]
     plgpu.barrier_arrive(r["consumed"].at[slot])
     return tuple(after)
 

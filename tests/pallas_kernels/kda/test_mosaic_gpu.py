@@ -5,10 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import UnsupportedError, kda
-from pallas_kernels.kda import specs, vjp
+from pallas_kernels.kda import mosaic_gpu_forward, specs, vjp
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
@@ -16,14 +17,14 @@ WIDE = ("q", "k", "v", "g")
 OUTPUT_BOUND, GRADIENT_BOUND, DECAY_BOUND = 5e-3, 1.2e-2, 2e-2
 
 
-@pytest.fixture(autouse=True)
-def clean_interpreter():
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+@pytest.fixture
+def interpreter():
+    """Fails on a race, and leaves no shared memory behind for the next test, whatever happened."""
     yield
-    # A failure inside the interpreter leaves its shared memory behind.
-    races = gpu_callbacks.get_races().races_found if gpu_callbacks.get_races() is not None else False
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert not races
+    try:
+        assert not gpu_callbacks.get_races().races_found
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def rounded(x, *names):
@@ -74,38 +75,37 @@ def check(x, keywords, narrow=WIDE, gradients=True):
     assert all(ratio < bound(name) for name, ratio in ratios.items()), ratios
 
 
-def test_packed_documents_with_everything_inside():
+def test_packed_documents_with_everything_inside(interpreter):
     """Padding with NaN, documents at odd offsets, a chunk with several, T no multiple of 64."""
     x = raw_inputs(specs.Shape(1, 130, 2, 64, 64))
     ids = np.repeat([1, 2, 0, 3, 4], [21, 12, 5, 60, 32])[None].astype(np.int32)
     check(x | dict(segment_ids=ids), BOUNDED)
 
 
-def test_key_wider_than_value():
+def test_key_wider_than_value(interpreter):
     check(rounded(specs.inputs(specs.Shape(1, 64, 1, 128, 64), "strong_then_weak"), *WIDE), DECAYS, narrow=("q", "k", "v"), gradients=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 15, 17, 64, 65, 192])
-def test_lengths(tokens):
+def test_lengths(interpreter, tokens):
     check(raw_inputs(specs.Shape(1, tokens, 1, 64, 128)), BOUNDED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", specs.BOUNDED_GATES)
-def test_gate_cases(gate):
+def test_gate_cases(interpreter, gate):
     check(rounded(specs.inputs(specs.Shape(1, 130, 1, 64, 64), gate), *WIDE[:3]), DECAYS, narrow=("q", "k", "v"), gradients=False)
 
 
 @pytest.mark.slow
-def test_two_warpgroups_share_a_block(monkeypatch):
-    from pallas_kernels.kda import mosaic_gpu_forward
+def test_two_warpgroups_share_a_block(interpreter, monkeypatch):
     monkeypatch.setattr(mosaic_gpu_forward, "warpgroups", lambda sequences, value: value // 64)
     check(raw_inputs(specs.Shape(2, 192, 1, 128, 128)), BOUNDED)
 
 
 @pytest.mark.slow
-def test_causal_to_the_bit():
+def test_causal_to_the_bit(interpreter):
     x = raw_inputs(specs.Shape(1, 130, 1, 64, 64))
     other = raw_inputs(specs.Shape(1, 130, 1, 64, 64), seed=7)
     call = jax.jit(lambda x: run(BOUNDED)(**x)[0])
@@ -116,7 +116,7 @@ def test_causal_to_the_bit():
 
 
 @pytest.mark.slow
-def test_nan_at_padding_stays_there():
+def test_nan_at_padding_stays_there(interpreter):
     x = raw_inputs(specs.Shape(1, 64, 1, 64, 64))
     ids = np.repeat([1, 0, 2], [20, 9, 35])[None].astype(np.int32)
     call = jax.jit(lambda x: run(BOUNDED)(**x))
