@@ -89,7 +89,7 @@ def prefixes():
 
     result = {}
     for prefix in (1, 7, 15, 16, 17, 33, 63, 64, 65, 130, 257):
-        keep = lambda a: (t < prefix).reshape(1, -1, *(1,) * (a.ndim - 2))
+        keep = lambda a, prefix=prefix: (t < prefix).reshape(1, -1, *(1,) * (a.ndim - 2))
         cotangent = jnp.asarray(np.where(keep(x["v"]), x["v"], 0), jnp.bfloat16)
         mixed = x | {n: np.where(keep(x[n]), x[n], other[n]) for n in (*WIDE, "beta")}
         a, b = run(x, cotangent), run(mixed, cotangent)

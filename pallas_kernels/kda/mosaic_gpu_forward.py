@@ -16,6 +16,7 @@ Document masks need no branch: `runs` are the owners of the state (`documents.st
 """
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -108,7 +109,7 @@ def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
     return lax.rsqrt(squares + L2_EPS)
 
 
-def log2_decay(config: Config, g: Array, rate: Array | None, bias: Array | None, valid: Array | None) -> Array:
+def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None, valid: Array | None) -> Array:
     """Log decay in bits of one [64, 64] slab from what `g` holds. bias: rate * dt_bias, one entry per column."""
     if config.bound is None:
         decay = g * LOG2E
@@ -132,23 +133,26 @@ def by_tile(vectors: list[Array | None]) -> Array:
     return result
 
 
-def running_sums(config: Config, refs: dict, slabs: int, valid: Array | None) -> None:
-    """refs["g"] -> refs["c"]: running sums of the log decay inside each tile, float32. Uses refs x1, x2, x3.
+def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
+    """Slab s of `g` in float32, and of the bounded gate's bias, one entry per column."""
+    bias = plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False) if bounded else None
+    return refs["g"].at[s][...].astype(F32), bias
+
+
+def running_sums(config: Config, refs: dict, slabs: list[Any], cs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> None:
+    """Running sums of the log decay inside each tile, float32, for some slabs -> cs. highs, lows, ones: scratch tiles.
 
     A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
     """
     row, column = iota(0), iota(1)
-    ones = (row >= column) & (row // TILE == column // TILE)
-    refs["x3"].at[0][...] = jnp.where(ones, 1.0, 0.0).astype(BF16)
-    for s in range(slabs):
-        bias = None if config.bound is None else plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False)
-        parts = split(log2_decay(config, refs["g"].at[s][...].astype(F32), refs.get("rate"), bias, valid))
-        for x, part in zip((refs["x1"], refs["x2"]), parts):
-            x.at[s][...] = part
+    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
+    for s, high, low in zip(slabs, highs, lows):
+        parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
+        for ref, part in zip((high, low), parts):
+            ref[...] = part
     plgpu.commit_smem()
-    ones = refs["x3"].at[0]
-    for s in range(slabs):
-        columns(refs["c"], s)[...] = product((ones, refs["x1"].at[s]), (ones, refs["x2"].at[s]))
+    for c, high, low in zip(cs, highs, lows):
+        c[...] = product((ones, high), (ones, low))
 
 
 def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
@@ -302,7 +306,9 @@ def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) 
         refs["rate"] = refs["rate_in"][h]
     load_chunk(refs, index, ("q", "k", "g"), slabs)
     m = masks(refs, index)
-    running_sums(config, refs, slabs, m.valid)
+    each = range(slabs)
+    running_sums(config, refs, list(each), [columns(refs["c"], s) for s in each], m.valid, [refs["x1"].at[s] for s in each],
+                 [refs["x2"].at[s] for s in each], refs["x3"].at[0])
     scales = tuple(row_scale(refs[name], config.normalize, slabs) for name in ("q", "k"))
     _outgoing(config, refs, m, scales, slabs)
     plgpu.commit_smem()
@@ -399,7 +405,7 @@ def warpgroups(sequences: int, value: int, multiprocessors: int = 132) -> int:
 def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """One chunk of one warpgroup: writes its columns of o, returns the state after it (Dk / 64 arrays [64, 64])."""
     b, h, column = at
-    slabs = len(state)
+    slabs, rows = len(state), pl.ds(n * CHUNK, CHUNK)
     for s in range(slabs):
         r["state"].at[wg, s][...] = state[s].astype(BF16)
     plgpu.commit_smem()
@@ -410,54 +416,61 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     plgpu.barrier_wait(r["arrived"].at[slot])
     erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
     # Ordinary reads of a stage come before a commit_smem, which orders them before the copy that overwrites it.
-    decay = [plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False) for s in range(slabs)]
+    decay = stage_decay(r, slot, slabs)
     beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
     # Selected, not multiplied: v may hold anything at padding, NaN too.
-    values = jnp.where(beta > 0.0, beta * r["v"].at[slot, wg][...].astype(F32), 0.0)
+    values = jnp.where(beta > 0.0, beta * stage("v", wg)[...].astype(F32), 0.0)
     r["d"].at[wg][...] = (values - erased).astype(BF16)
     plgpu.commit_smem()
     d = product((stage("t"), r["d"].at[wg]))
     r["d"].at[wg][...] = d.astype(BF16)
     plgpu.commit_smem()
+    if "d_out" in r:
+        plgpu.copy_smem_to_gmem(r["d"].at[wg], r["d_out"].at[b, rows, h, column])
     o = product(*((stage("qg", s), r["state"].at[wg, s]) for s in range(slabs)), (stage("p"), r["d"].at[wg]))
-    # The previous chunk's o must have left its buffer.
+    # The previous chunk's o must have left its buffer, and this one's state and d theirs before the next chunk.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     r["o"].at[wg][...] = o.astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
+    plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, rows, h, column])
     after = [state[s] * down(decay[s]) + product((transposed(stage("kr", s)), r["d"].at[wg])) for s in range(slabs)]
     plgpu.barrier_arrive(r["consumed"].at[slot])
     return tuple(after)
 
 
+def stage_decay(r: dict, slot: Array, slabs: int) -> list[Array]:
+    return [plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False) for s in range(slabs)]
+
+
 def _fetch(r: dict, slot: Any, n: Any, b: Array, h: Array, column: Array, slabs: int, groups: int) -> None:
     """Starts the copies of chunk n into a stage."""
+    rows = pl.ds(n * CHUNK, CHUNK)
     copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["arrived"].at[slot])
     for name in ("kd", "qg", "kr"):
         for s in range(slabs):
             copy(columns(r[f"{name}_in"].at[b, h, n], s), r[name].at[slot, s])
     for name in ("t", "p", "decay"):
         copy(r[f"{name}_in"].at[b, h, n], r[name].at[slot])
-    copy(r["beta_in"].at[b, h, pl.ds(n * CHUNK, CHUNK)], r["beta"].at[slot])
+    if "beta" in r:
+        copy(r["beta_in"].at[b, h, rows], r["beta"].at[slot])
     for group in range(groups):
-        copy(r["v_in"].at[b, pl.ds(n * CHUNK, CHUNK), h, pl.ds(column + group * SLAB, SLAB)], r["v"].at[slot, group])
+        copy(r["v_in"].at[b, rows, h, pl.ds(column + group * SLAB, SLAB)], r["v"].at[slot, group])
 
 
-def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *refs: Any) -> None:
+def _serial_body(chunk: Callable, reverse: bool, names: tuple[str, ...], key: int, groups: int, chunks: int, *refs: Any) -> None:
+    """Carries a state through the chunks of one head: `groups` warpgroups compute, one fetches."""
     r = dict(zip(names, refs))
     slabs = key // SLAB
     b, h, tile, wg = (lax.axis_index(name) for name in ("b", "h", "tile", "wg"))
     first_column = tile * (groups * SLAB)
+    number = lambda n: chunks - 1 - n if reverse else n
 
     def compute():
         if groups == 2:
             plgpu.set_max_registers(232, action="increase")
         column = pl.ds(first_column + wg * SLAB, SLAB)
         state = tuple(plgpu.load(r["initial_in"].at[b, h, pl.ds(s * SLAB, SLAB), column], layout=WGMMA, optimized=False) for s in range(slabs))
-
-        def step(n, state):
-            return _recur_chunk(r, lax.rem(n, STAGES), wg, state, n, (b, h, column))
-
+        step = lambda n, state: chunk(r, lax.rem(n, STAGES), wg, state, number(n), (b, h, column))
         state = lax.fori_loop(0, chunks, step, state)
         for s in range(slabs):
             r["final_out"].at[b, h, pl.ds(s * SLAB, SLAB), column][...] = state[s]
@@ -467,12 +480,12 @@ def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *ref
         if groups == 2:
             plgpu.set_max_registers(40, action="decrease")
         for n in range(min(STAGES, chunks)):
-            _fetch(r, n, n, b, h, first_column, slabs, groups)
+            _fetch(r, n, number(n), b, h, first_column, slabs, groups)
 
         def step(n, _):
             slot = lax.rem(n, STAGES)
             plgpu.barrier_wait(r["consumed"].at[slot])
-            _fetch(r, slot, n + STAGES, b, h, first_column, slabs, groups)
+            _fetch(r, slot, number(n + STAGES), b, h, first_column, slabs, groups)
             return ()
 
         lax.fori_loop(0, chunks - STAGES, step, ())
@@ -487,31 +500,37 @@ def _recur_body(names: tuple[str, ...], key: int, groups: int, chunks: int, *ref
     plgpu.barrier_wait(r["done"])
 
 
-
-def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"], initial: Float[Array, "B H K V"],
-          save_states: bool) -> tuple[Array, ...]:
-    """-> o [B, T, H, V] bfloat16, final state [B, H, K, V] float32, and with save_states the bfloat16 state before each chunk [B, H, N, K, V]."""
-    batch, length, heads, value = v.shape
-    chunks, key = prepared.decay.shape[2:]
+def serial(config: Config, chunk: Callable, reverse: bool, prepared: Prepared, inputs: dict[str, Array], outputs: dict[str, Any],
+           extra: dict[str, Any]) -> tuple[Array, ...]:
+    """Runs `chunk` over all chunks of every head. inputs: v_in, initial_in and others; outputs: final_out and others; extra: scratch by name."""
+    batch, heads, chunks, key = prepared.decay.shape
+    value = inputs["v_in"].shape[-1]
     slabs, groups = key // SLAB, warpgroups(batch * heads, value)
-    inputs = dict(qg_in=prepared.qg, kd_in=prepared.kd, kr_in=prepared.kr, p_in=prepared.p, t_in=prepared.t, decay_in=prepared.decay, v_in=v,
-                  beta_in=beta, initial_in=initial)
-    outputs = dict(o_out=jax.ShapeDtypeStruct(v.shape, BF16), final_out=jax.ShapeDtypeStruct(initial.shape, F32))
-    if save_states:
-        outputs["states_out"] = jax.ShapeDtypeStruct((batch, heads, chunks, key, value), BF16)
-    wide = tiled(STAGES, slabs, CHUNK, SLAB)
-    square = tiled(STAGES, CHUNK, CHUNK)
+    inputs = {f"{name}_in": x for name, x in prepared._asdict().items()} | inputs
+    wide, square = tiled(STAGES, slabs, CHUNK, SLAB), tiled(STAGES, CHUNK, CHUNK)
     scratch = dict(qg=wide, kd=wide, kr=wide, p=square, t=square, v=tiled(STAGES, groups, CHUNK, SLAB), decay=plgpu.SMEM((STAGES, key), F32),
-                   beta=plgpu.SMEM((STAGES, CHUNK), F32), state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB),
-                   o=tiled(groups, CHUNK, SLAB), arrived=plgpu.Barrier(num_arrivals=3 * slabs + 4 + groups, num_barriers=STAGES),
-                   consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES), done=plgpu.Barrier(num_arrivals=groups + 1))
+                   state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB), **{name: make(groups) for name, make in extra.items()})
+    arrivals = 3 * slabs + 3 + groups + ("beta" in scratch)
+    scratch |= dict(arrived=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
+                    consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES), done=plgpu.Barrier(num_arrivals=groups + 1))
     names = (*inputs, *outputs, *scratch)
-    return tuple(plgpu.kernel(functools.partial(_recur_body, names, key, groups, chunks), out_type=tuple(outputs.values()),
+    return tuple(plgpu.kernel(functools.partial(_serial_body, chunk, reverse, names, key, groups, chunks), out_type=tuple(outputs.values()),
                               scratch_types=tuple(scratch.values()), grid=(batch, heads, value // SLAB // groups), grid_names=("b", "h", "tile"),
                               num_threads=groups + 1, thread_name="wg", compiler_params=PARAMS,
                               interpret=config.interpret or False)(*inputs.values()))
 
 
-def forward(config: Config, x: Inputs, initial: Float[Array, "B H K V"], save_states: bool = False) -> tuple[Array, ...]:
+def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"], initial: Float[Array, "B H K V"],
+          save: bool) -> tuple[Array, ...]:
+    """-> o [B, T, H, V] bfloat16, final state [B, H, K, V] float32; if save, also bfloat16: the state before each chunk [B, H, N, K, V], D like o."""
+    outputs = dict(o_out=jax.ShapeDtypeStruct(v.shape, BF16), final_out=jax.ShapeDtypeStruct(initial.shape, F32))
+    if save:
+        outputs["states_out"] = jax.ShapeDtypeStruct((*prepared.decay.shape, v.shape[-1]), BF16)
+        outputs["d_out"] = jax.ShapeDtypeStruct(v.shape, BF16)
+    extra = dict(beta=lambda groups: plgpu.SMEM((STAGES, CHUNK), F32), o=lambda groups: tiled(groups, CHUNK, SLAB))
+    return serial(config, _recur_chunk, False, prepared, dict(v_in=v, initial_in=initial, beta_in=beta), outputs, extra)
+
+
+def forward(config: Config, x: Inputs, initial: Float[Array, "B H K V"], save: bool = False) -> tuple[Array, ...]:
     """Both kernels: see `recur`."""
-    return recur(config, prepare(config, x), x.v, x.beta, initial, save_states)
+    return recur(config, prepare(config, x), x.v, x.beta, initial, save)

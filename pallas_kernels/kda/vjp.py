@@ -53,7 +53,7 @@ def operator(config: Config, x: Inputs, initial: Float[Array, "B H K V"]) -> tup
 
 
 def _operator_forward(config, x, initial):
-    o, final, states = forward(config, x, initial, save_states=True)
+    o, final, states, _ = forward(config, x, initial, save=True)
     return (o, final), (x, states)
 
 
