@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.kda import gates, xla
+from pallas_kernels.kda import gates
 from pallas_kernels.kda.chunk import CHUNK
 from pallas_kernels.kda.documents import document_runs, state_owner
+from pallas_kernels.kda.mosaic_gpu_backward import backward
 from pallas_kernels.kda.mosaic_gpu_forward import Config, Inputs, forward
 
 
@@ -53,39 +54,14 @@ def operator(config: Config, x: Inputs, initial: Float[Array, "B H K V"]) -> tup
 
 
 def _operator_forward(config, x, initial):
-    o, final, states, _ = forward(config, x, initial, save=True)
-    return (o, final), (x, states)
-
-
-def _tokens(config: Config, arrays: tuple[Array, ...], runs: Int[Array, "B T"] | None, valid: Array | None) -> tuple[Array, ...]:
-    """What the recurrence takes: q and k normalised, the log decay, beta. In plain JAX, for its gradient."""
-    q, k, v, g, beta, rate, bias = arrays
-    keep = lambda x: x if valid is None else jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, 0)
-    q, k, v, g = (keep(x) for x in (q, k, v, g))
-    if config.normalize:
-        q, k = (gates.l2_normalize(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
-    g = g.astype(jnp.float32)
-    if config.bound is not None:
-        g = config.bound * jax.nn.sigmoid(rate[:, None] * g + bias)
-    return q, k, v, keep(g), keep(jnp.swapaxes(beta, 1, 2))
+    o, final, states, d = forward(config, x, initial, save=True)
+    return (o, final), (x, states, d)
 
 
 def _operator_backward(config, residuals, cotangents):
-    """The chunked backward pass of `xla`, from the states that the forward kernels saved."""
-    x, states = residuals
+    x, states, d = residuals
     do, dfinal = cotangents
-    batch, heads, chunks = states.shape[:3]
-    valid = None if x.runs is None else jnp.swapaxes(x.beta, 1, 2)[:, :, 0] >= 0
-    differentiable = (x.q, x.k, x.v, x.g, x.beta, x.rate, x.bias)
-    tokens, pull = jax.vjp(lambda *arrays: _tokens(config, arrays, x.runs, valid), *differentiable)
-    group = max(1, min(chunks, xla.GROUP_ELSEWHERE // (batch * heads)))
-    while chunks % group:
-        group -= 1
-    states = jnp.moveaxis(states, 2, 0).reshape(chunks // group, group, batch * heads, *states.shape[3:])
-    plan = xla.Plan(config.scale, True, False, group)
-    *grads, dinitial, _ = xla.chunked_backward(plan, (*tokens, x.runs, (states,)), (do, dfinal))
-    dq, dk, dv, dg, dbeta, drate, dbias = pull(tuple(grads))
-    return Inputs(dq, dk, dv, dg, dbeta, drate, dbias, None, None), dinitial
+    return backward(config, x, states, d, do, dfinal)
 
 
 operator.defvjp(_operator_forward, _operator_backward)
