@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import kda
-from pallas_kernels.kda import gates, mosaic_gpu_forward, specs
+from pallas_kernels.kda import gates, mosaic_gpu_forward, mosaic_gpu_tiles, specs
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 SHAPES = ((1, 8192, 96), (8, 2048, 32), (1, 65536, 16), (4, 4096, 16))
@@ -138,8 +138,8 @@ def kernel_inputs(x):
     batch, _, heads, width = x["q"].shape
     rate = jnp.exp(x["a_log"])
     beta = jnp.swapaxes(jax.nn.sigmoid(x["beta"].astype(jnp.float32)), 1, 2)
-    inputs = mosaic_gpu_forward.Inputs(x["q"], x["k"], x["v"], x["g"], beta, rate, rate[:, None] * x["dt_bias"], None, None)
-    return inputs, jnp.zeros((batch, heads, width, width)), mosaic_gpu_forward.Config(width ** -0.5, gates.DEFAULT_LOWER_BOUND, True)
+    inputs = mosaic_gpu_tiles.Inputs(x["q"], x["k"], x["v"], x["g"], beta, rate, rate[:, None] * x["dt_bias"], None, None)
+    return inputs, jnp.zeros((batch, heads, width, width)), mosaic_gpu_tiles.Config(width ** -0.5, gates.DEFAULT_LOWER_BOUND, True)
 
 
 class Report:

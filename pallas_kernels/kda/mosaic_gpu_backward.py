@@ -22,20 +22,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.mosaic_gpu_forward import (
-    BALANCE,
+from pallas_kernels.kda.mosaic_gpu_forward import Prepared, prepare, serial, stage_decay
+from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
     COLUMNS,
+    ENTERING,
     F32,
+    LEAVE,
+    LEAVING,
     LOG2E,
     PARAMS,
     ROWS,
     SLAB,
+    SUMS,
     WGMMA,
     Config,
     Inputs,
     Masks,
-    Prepared,
     across,
     beta_rows,
     by_tile,
@@ -44,17 +47,16 @@ from pallas_kernels.kda.mosaic_gpu_forward import (
     input_names,
     iota,
     kept,
+    left_factor,
     masks,
-    prepare,
     product,
     raw_gate,
+    right_factor,
     row_scale,
     running_sums,
     scaled,
-    serial,
     split,
-    stage_decay,
-    tile_totals,
+    tile_sums,
     tiled,
     transposed,
     visible,
@@ -157,83 +159,63 @@ def _load_states(r: dict, index: tuple[Array, Array, Array], wg: Array, value_sl
     plgpu.barrier_wait(r["states_barrier"].at[wg])
 
 
-def _state_terms(r: dict, m: Masks, c: Any, wg: Array, value_slabs: int, k: Array) -> tuple[Array, Array, Array]:
-    """-> gradients from the states: of the reads' rows, of the writes' rows, of k as a column. Leaves in r["across"] what spans the whole chunk."""
+def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Array | None) -> tuple[Array, Array, Array]:
+    """-> gradients from the states: of the reads' rows, of the writes' rows, of k as a column. Leaves in r["rows"][1] what spans the whole chunk."""
+    value_slabs = r["do"].shape[0]
     tile = lambda i, s: r["tiles"].at[wg, i + s]
     pairs = lambda left, i: [(r[left].at[s], transposed(tile(i, s))) for s in range(value_slabs)]
-    dq, row, dk = product(*pairs("do", 0)), product(*pairs("w", 0)), product(*pairs("d", 2))
-    remaining = jnp.zeros((SLAB,), F32)
-    remaining = plgpu.layout_cast(remaining, ROWS)
+    remaining = plgpu.layout_cast(jnp.zeros((SLAB,), F32), ROWS)
     for s in range(value_slabs):
         remaining = remaining + jnp.sum(tile(0, s)[...].astype(F32) * tile(2, s)[...].astype(F32), axis=1)
-    r["kept"].at[wg][...] = remaining
-    totals = tile_totals(c, 0)
-    running = plgpu.load(columns(c, 0), layout=WGMMA, optimized=False)
-    entering = kept(m.entry, jnp.exp2(running + by_tile([None, totals[0], totals[0] + totals[1], totals[0] + totals[1] + totals[2]])))
-    dq, row = dq * entering, row * entering
-    totals = tile_totals(c, 0)
-    after = totals[2] + totals[3]
-    whole = jnp.exp2(totals[0] + (totals[1] + after))
-    leaving = jnp.exp2(by_tile([totals[0] + (totals[1] + after), totals[1] + after, after, totals[3]]) - running)
-    dk = dk * kept(m.exit, leaving)
-    through = plgpu.load(r["kept"].at[wg], layout=COLUMNS, optimized=False) * whole
+    r["rows"].at[wg, 0][...] = remaining
+    dk = product(*pairs("d", 2)) * kept(m.exit, jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False)))
+    through = plgpu.load(r["rows"].at[wg, 0], layout=COLUMNS, optimized=False) * jnp.exp2(plgpu.load(table.at[LEAVE], layout=COLUMNS, optimized=False))
     through = through if m.carry is None else jnp.where(m.carry, through, 0.0)
-    r["across"].at[wg][...] = through + jnp.sum(jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0), axis=0)
-    return dq, row, dk
+    k = scaled(r["k"], wg, k_scale, m.valid)
+    r["rows"].at[wg, 1][...] = through + jnp.sum(jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0), axis=0)
+    entering = kept(m.entry, jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + by_tile(table, ENTERING)))
+    return product(*pairs("do", 0)) * entering, product(*pairs("w", 0)) * entering, dk
 
 
-def _score_terms(r: dict, config: Config, m: Masks, c: Any, wg: Array, scales: tuple, sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+def _score_terms(r: dict, config: Config, m: Masks, c: Any, table: Any, wg: Array, scales: tuple, sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """Adds what comes through the scores to `sums` (as `_state_terms` returns them). -> those and the diagonal of dP, one entry per row."""
     dq, row, dk = sums
-    value_slabs = r["do"].shape[0]
     tile = lambda i: r["tiles"].at[wg, i]
     apart = iota(0) // TILE - iota(1) // TILE
-    running = lambda: plgpu.load(columns(c, 0), layout=WGMMA, optimized=False)
     keys = lambda: scaled(r["k"], wg, scales[1], m.valid)
-    factor = jnp.exp2(running() + BALANCE)
-    tile(3)[...] = (scaled(r["q"], wg, scales[0], m.valid) * config.scale * factor).astype(BF16)
-    r["left_k"].at[wg][...] = (keys() * down(beta_rows(r)) * factor).astype(BF16)
+    tile(3)[...] = (scaled(r["q"], wg, scales[0], m.valid) * config.scale * left_factor(c)).astype(BF16)
+    r["left_k"].at[wg][...] = (keys() * down(beta_rows(r)) * left_factor(c)).astype(BF16)
     diagonal = None
     for distance in range(4):
         for i, left in enumerate(("do", "w")):
-            scores = product(*((r[left].at[s], transposed(r["d"].at[s])) for s in range(value_slabs)))
+            scores = product(*((r[left].at[s], transposed(r["d"].at[s])) for s in range(r["do"].shape[0])))
             if diagonal is None:
                 diagonal = jnp.sum(jnp.where(iota(0) == iota(1), scores, 0.0), axis=1)
             shown = (iota(0) > iota(1)) & (apart == distance) if distance == 0 else apart == distance
             tile(i)[...] = jnp.where(visible(r, shown), scores, 0.0).astype(BF16)
-        right = lambda distance=distance: _right_factor(c, running(), distance)
-        tile(2)[...] = (keys() * right()).astype(BF16)
+        tile(2)[...] = (keys() * right_factor(c, table, distance)).astype(BF16)
         plgpu.commit_smem()
-        dk = dk + right() * product((transposed(tile(0)), tile(3)), (transposed(tile(1)), r["left_k"].at[wg]))
-        dq = dq + jnp.exp2(running() + BALANCE) * product((tile(0), tile(2)))
-        row = row + jnp.exp2(running() + BALANCE) * product((tile(1), tile(2)))
+        dk = dk + right_factor(c, table, distance) * product((transposed(tile(0)), tile(3)), (transposed(tile(1)), r["left_k"].at[wg]))
+        dq = dq + left_factor(c) * product((tile(0), tile(2)))
+        row = row + left_factor(c) * product((tile(1), tile(2)))
     return dq, row, dk, diagonal
 
 
-def _right_factor(c: Any, running: Array, distance: int) -> Array:
-    if distance == 0:
-        return jnp.exp2(-running - BALANCE)
-    totals = tile_totals(c, 0)
-    between = [None, None, [totals[1], totals[2], None, None], [totals[1] + totals[2], None, None, None]][distance]
-    reach = by_tile(totals) - running - BALANCE
-    return jnp.exp2(reach if between is None else reach + by_tile(between))
-
-
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
-    """u -> the gradient of what `g` holds, in place of g; sums of the gate's parameters -> r["dbias"], r["drate"]."""
+    """u -> the gradient of what `g` holds, in place of g; sums of the gate's parameters -> rows 0 and 1 of r["sums"]."""
     tile = lambda i: r["tiles"].at[wg, i]
     for i, part in enumerate(split(u)):
         tile(i)[...] = part
     tile(2)[...] = jnp.where(iota(0) <= iota(1), 1.0, 0.0).astype(BF16)
     plgpu.commit_smem()
-    dg = product((tile(2), tile(0)), (tile(2), tile(1))) + across(plgpu.load(r["across"].at[wg], layout=COLUMNS, optimized=False))
+    dg = product((tile(2), tile(0)), (tile(2), tile(1))) + across(plgpu.load(r["rows"].at[wg, 1], layout=COLUMNS, optimized=False))
     if config.bound is not None:
         g, bias = raw_gate(r, wg, True)
         g = kept(m.valid, g)
         sigmoid = 1.0 / (1.0 + jnp.exp2((r["rate"] * g + across(bias)) * -LOG2E))
         dz = kept(m.valid, dg * (config.bound * sigmoid) * (1.0 - sigmoid))
-        r["dbias"].at[wg][...] = jnp.sum(dz, axis=0)
-        r["drate"].at[wg][...] = jnp.sum(dz * g, axis=0)
+        r["sums"].at[wg, 0][...] = jnp.sum(dz, axis=0)
+        r["sums"].at[wg, 1][...] = jnp.sum(dz * g, axis=0)
         dg = r["rate"] * dz
     r["g"].at[wg][...] = kept(m.valid, dg).astype(r["g"].dtype)
 
@@ -252,14 +234,14 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     values = _value_gradients(r, m, index, wg, groups, value_slabs)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _join(r, groups)
-    c = r["c"].at[wg]
+    c, table = columns(r["c"].at[wg], 0), r["sums"].at[wg]
     tile = lambda i: r["tiles"].at[wg, i]
-    running_sums(config, r, [wg], [columns(c, 0)], m.valid, [tile(0)], [tile(1)], tile(2))
+    running_sums(config, r, [wg], [c], m.valid, [tile(0)], [tile(1)], tile(2))
     plgpu.commit_smem()
     _load_states(r, index, wg, value_slabs)
-    k = scaled(r["k"], wg, scales[1], m.valid)
-    sums = _state_terms(r, m, c, wg, value_slabs, k)
-    dq, row, dk, diagonal = _score_terms(r, config, m, c, wg, scales, sums)
+    tile_sums(c, table)
+    sums = _state_terms(r, m, c, table, wg, scales[1])
+    dq, row, dk, diagonal = _score_terms(r, config, m, c, table, wg, scales, sums)
     beta = down(beta_rows(r))
     q, k = scaled(r["q"], wg, scales[0], m.valid), scaled(r["k"], wg, scales[1], m.valid)
     _gate_gradient(r, config, m, wg, q * config.scale * dq + k * beta * row - jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0))
@@ -270,15 +252,15 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     dq, dk = _through_norms(r, config, m, wg, scales, dq, dk, groups)
     r["q"].at[wg][...], r["k"].at[wg][...] = kept(m.valid, dq).astype(BF16), kept(m.valid, dk).astype(BF16)
     total = sum(plgpu.load(r["rows"].at[i, 0], layout=ROWS, optimized=False) for i in range(groups))
-    r["dbeta"].at[wg][...] = total if m.valid is None else jnp.where(plgpu.load(r["beta"], layout=ROWS, optimized=False) >= 0.0, total, 0.0)
+    r["sums"].at[wg, 2][...] = total if m.valid is None else jnp.where(plgpu.load(r["beta"], layout=ROWS, optimized=False) >= 0.0, total, 0.0)
     plgpu.commit_smem()
     own = pl.ds(wg * SLAB, SLAB)
     for name in ("q", "k", "g"):
         plgpu.copy_smem_to_gmem(r[name].at[wg], r[f"d{name}_out"].at[b, rows, h, own])
     if config.bound is not None:
-        for name in ("dbias", "drate"):
-            plgpu.copy_smem_to_gmem(r[name].at[wg], r[f"{name}_out"].at[b, h, n, own])
-    pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(r["dbeta"].at[0], r["dbeta_out"].at[b, h, rows]))
+        for i, name in enumerate(("dbias", "drate")):
+            plgpu.copy_smem_to_gmem(r["sums"].at[wg, i], r[f"{name}_out"].at[b, h, n, own])
+    pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(r["sums"].at[0, 2], r["dbeta_out"].at[b, h, rows]))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -310,13 +292,14 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
     loads = dict(q=slabs(groups), k=slabs(groups), g=slabs(groups, dtype=g_dtype), do=slabs(value_slabs), w=slabs(value_slabs), d=slabs(value_slabs),
                  beta=plgpu.SMEM((CHUNK,), F32))
     if bounded:
-        loads |= dict(bias=plgpu.SMEM((key,), F32), dbias=vector(groups), drate=vector(groups))
+        loads["bias"] = plgpu.SMEM((key,), F32)
     if packed:
         loads["runs"] = plgpu.SMEM((CHUNK,), jnp.int32)
     arrivals = 3 * groups + 4 * value_slabs + 1 + bounded + packed
-    return loads | dict(tiles=slabs(groups, 4), left_k=slabs(groups), c=plgpu.SMEM((groups, CHUNK, SLAB + 8), F32), kept=vector(groups),
-                        across=vector(groups), rows=vector(groups, 3), dbeta=vector(groups), barrier=plgpu.Barrier(num_arrivals=arrivals),
-                        states_barrier=plgpu.Barrier(num_arrivals=2 * value_slabs, num_barriers=groups), join=plgpu.Barrier(num_arrivals=groups))
+    barriers = dict(barrier=plgpu.Barrier(num_arrivals=arrivals), states_barrier=plgpu.Barrier(num_arrivals=2 * value_slabs, num_barriers=groups),
+                    join=plgpu.Barrier(num_arrivals=groups))
+    return loads | dict(tiles=slabs(groups, 4), left_k=slabs(groups), c=plgpu.SMEM((groups, CHUNK, SLAB + 8), F32), sums=vector(groups, SUMS),
+                        rows=vector(groups, 3)) | barriers
 
 
 def gradients(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:

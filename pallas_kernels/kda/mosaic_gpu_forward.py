@@ -8,14 +8,9 @@
 
     R = beta V - Kd S     D = T R     O = Qg S + P D     S <- e^(G_C) S + Kr^T D
 
-Scores of tokens i >= j in tiles d apart are products of (x_i e^(c_i)) and (k_j e^(reach_d - c_j)), c the running sum of log decays inside a tile and
-reach_d what lies between: d = 0 anchors just before the tile, d > 0 at the start of i's tile. The left factor is one for all d, and nothing
-later than i enters it or the columns that are kept. Decays are in bits (log2) inside the kernels.
-
-Document masks need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
+Factors, masks and layouts are those of `mosaic_gpu_tiles`.
 """
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,142 +19,47 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.gates import L2_EPS
+from pallas_kernels.kda.mosaic_gpu_tiles import (
+    BF16,
+    COLUMNS,
+    ENTERING,
+    F32,
+    LEAVE,
+    LEAVING,
+    PARAMS,
+    ROWS,
+    SLAB,
+    SUMS,
+    WGMMA,
+    Config,
+    Inputs,
+    Masks,
+    across,
+    beta_rows,
+    by_tile,
+    columns,
+    down,
+    input_names,
+    iota,
+    kept,
+    left_factor,
+    masks,
+    product,
+    right_factor,
+    row_scale,
+    running_sums,
+    scaled,
+    split,
+    tile_sums,
+    tiled,
+    transposed,
+    visible,
+)
 
-SLAB = 64
-"""Channels that one register array holds, and columns of the state per warpgroup."""
-LOG2E = math.log2(math.e)
-BALANCE = 57.0
-"""Bits that the left factors are scaled up by and the right ones down: both then stay in the middle of bfloat16's range."""
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-WGMMA = plgpu.Layout.WGMMA
-ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
-"""Layouts of a vector with one entry per row, per column of a register array."""
-BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-class Config(NamedTuple):
-    """Static facts of a call, from which the kernels are built."""
-    scale: float
-    bound: float | None
-    """Lower bound of the bounded gate; None: `g` is the log decay itself."""
-    normalize: bool
-    interpret: Any = None
-    """`plgpu.InterpretGPUParams` to run on a CPU, for tests."""
-
-
-def tiled(*shape: int, dtype=BF16) -> Any:
-    """Shared memory whose last two dimensions are laid out for TMA and wgmma."""
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))
-
-
-def iota(dimension: int, columns: int = CHUNK) -> Array:
-    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, columns), dimension, layout=WGMMA)
-
-
-def down(vector: Array, columns: int = CHUNK) -> Array:
-    """One entry per row, spread over the columns."""
-    return lax.broadcast_in_dim(vector, (CHUNK, columns), (0,))
-
-
-def across(vector: Array) -> Array:
-    """One entry per column, spread over the rows."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (CHUNK, vector.shape[0]), (1,)), WGMMA)
-
-
-def product(*pairs: tuple[Any, Any]) -> Array:
-    """Sum of products of shared memory tiles, float32 [M, N]."""
-    def body(accumulator):
-        for a, b in pairs:
-            plgpu.wgmma(accumulator, a, b)
-        return accumulator[...]
-
-    return pl.run_scoped(body, plgpu.ACC((pairs[0][0].shape[0], pairs[0][1].shape[1]), F32))
-
-
-def transposed(ref: Any) -> Any:
-    return ref.transpose((1, 0))
-
-
-def columns(ref: Any, s: int) -> Any:
-    """Slab s of a reference with channels last."""
-    return ref.at[..., pl.ds(s * SLAB, SLAB)]
-
-
-def split(x: Array) -> tuple[Array, Array]:
-    """x as a sum of two bfloat16 arrays, to 17 bits."""
-    high = x.astype(BF16)
-    return high, (x - high.astype(F32)).astype(BF16)
-
-
-# ---------------------------------------------------------------- parts of `prepare`, shared with the backward pass
-
-
-def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
-    """1 / norm of each row of a [64, Dk] tile, or None."""
-    if not normalize:
-        return None
-    squares = 0
-    for s in range(slabs):
-        x = ref.at[s][...].astype(F32)
-        squares = squares + jnp.sum(x * x, axis=1)
-    return lax.rsqrt(squares + L2_EPS)
-
-
-def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None, valid: Array | None) -> Array:
-    """Log decay in bits of one [64, 64] slab from what `g` holds. bias: rate * dt_bias, one entry per column."""
-    if config.bound is None:
-        decay = g * LOG2E
-    else:
-        decay = (config.bound * LOG2E) / (1.0 + jnp.exp2((rate * g + across(bias)) * -LOG2E))
-    return decay if valid is None else jnp.where(valid, decay, 0.0)
-
-
-def tile_totals(c_s: Any, s: int) -> list[Array]:
-    """Log decay of each tile of the chunk, one entry per column of slab s: the last row of the tile's running sum."""
-    return [plgpu.load(c_s.at[TILE * (i + 1) - 1, pl.ds(s * SLAB, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
-
-
-def by_tile(vectors: list[Array | None]) -> Array:
-    """Row i of the result is the vector of i's tile; None stands for zeros."""
-    tile = iota(0) // TILE
-    arrays = [jnp.zeros((CHUNK, SLAB), F32) if v is None else across(v) for v in vectors]
-    result = arrays[-1]
-    for i in reversed(range(len(arrays) - 1)):
-        result = jnp.where(tile <= i, arrays[i], result)
-    return result
-
-
-def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
-    """Slab s of `g` in float32, and of the bounded gate's bias, one entry per column."""
-    bias = plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False) if bounded else None
-    return refs["g"].at[s][...].astype(F32), bias
-
-
-def running_sums(config: Config, refs: dict, slabs: list[Any], cs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> None:
-    """Running sums of the log decay inside each tile, float32, for some slabs -> cs. highs, lows, ones: scratch tiles.
-
-    A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
-    """
-    row, column = iota(0), iota(1)
-    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
-    for s, high, low in zip(slabs, highs, lows):
-        parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
-        for ref, part in zip((high, low), parts):
-            ref[...] = part
-    plgpu.commit_smem()
-    for c, high, low in zip(cs, highs, lows):
-        c[...] = product((ones, high), (ones, low))
-
-
-def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
-    """Slab s of a tile in float32, each row times its entry of `scale`, zero where not kept."""
-    x = ref.at[s][...].astype(F32)
-    x = x if scale is None else x * down(scale)
-    return x if keep is None else jnp.where(keep, x, 0.0)
+# ---------------------------------------------------------------- kernel 1
 
 
 def inverse(a: Array, a_s: Any, tiles: list[Any]) -> Array:
@@ -198,9 +98,6 @@ def inverse(a: Array, a_s: Any, tiles: list[Any]) -> Array:
     return t
 
 
-# ---------------------------------------------------------------- kernel 1
-
-
 def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, ...], slabs: int) -> None:
     """Starts the copies of one chunk's inputs, those in `wide` by slabs, and waits for them."""
     b, h, n = index
@@ -214,78 +111,31 @@ def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, .
     plgpu.barrier_wait(refs["barrier"])
 
 
-class Masks(NamedTuple):
-    """Of one chunk. None: everywhere."""
-    valid: Array | None
-    """Rows that are no padding, bool [64, 64]."""
-    entry: Array | None
-    """Rows that the incoming state belongs to."""
-    exit: Array | None
-    """Rows that the outgoing state belongs to."""
-    carry: Array | None
-    """Scalar: the incoming and the outgoing state belong together."""
-
-
-def masks(refs: dict, index: tuple[Array, Array, Array]) -> Masks:
-    if "runs" not in refs:
-        return Masks(None, None, None, None)
-    b, _, n = index
-    runs = down(plgpu.load(refs["runs"], layout=ROWS, optimized=False))
-    first, last = refs["edges_in"][b, n, 0], refs["edges_in"][b, n, 1]
-    return Masks(down(plgpu.load(refs["beta"], layout=ROWS, optimized=False)) >= 0.0, runs == first, runs == last, first == last)
-
-
-def beta_rows(refs: dict) -> Array:
-    """beta, one entry per row, 0 at padding."""
-    return jnp.maximum(plgpu.load(refs["beta"], layout=ROWS, optimized=False), 0.0)
-
-
-def visible(refs: dict, ordered: Array) -> Array:
-    """`ordered`, a bool [64, 64], where row and column are in one document."""
-    if "runs" not in refs:
-        return ordered
-    runs = [plgpu.load(refs["runs"], layout=layout, optimized=False) for layout in (ROWS, COLUMNS)]
-    return ordered & (down(runs[0]) == across(runs[1]))
-
-
-def kept(keep: Array | None, x: Array) -> Array:
-    return x if keep is None else jnp.where(keep, x, 0.0)
-
-
-def load_c(refs: dict, s: int) -> Array:
-    return plgpu.load(columns(refs["c"], s), layout=WGMMA, optimized=False)
-
-
 def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], slabs: int) -> None:
     """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q."""
     for s in range(slabs):
-        totals = tile_totals(refs["c"], s)
-        whole = jnp.exp2(totals[0] + totals[1] + (totals[2] + totals[3]))
-        columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
-        entering = jnp.exp2(load_c(refs, s) + by_tile([None, totals[0], totals[0] + totals[1], totals[0] + totals[1] + totals[2]]))
+        c, table = columns(refs["c"], s), refs["sums"].at[s]
+        tile_sums(c, table)
+        entering = jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + by_tile(table, ENTERING))
         q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
         refs["x1"].at[s][...] = kept(m.entry, q * entering).astype(BF16)
         k = scaled(refs["k"], s, scales[1], m.valid) * down(beta_rows(refs))
         refs["x2"].at[s][...] = kept(m.entry, k * entering).astype(BF16)
         q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
-        refs["q"].at[s][...] = (q * jnp.exp2(load_c(refs, s) + BALANCE)).astype(BF16)
-        totals = tile_totals(refs["c"], s)
-        after = totals[2] + totals[3]
-        leaving = jnp.exp2(by_tile([totals[0] + (totals[1] + after), totals[1] + after, after, totals[3]]) - load_c(refs, s))
+        refs["q"].at[s][...] = (q * left_factor(c)).astype(BF16)
+        leaving = jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False))
         refs["x3"].at[s][...] = kept(m.exit, scaled(refs["k"], s, scales[1], m.valid) * leaving).astype(BF16)
+        whole = jnp.exp2(plgpu.load(table.at[LEAVE], layout=COLUMNS, optimized=False))
+        columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
 
 
 def _score_factors(refs: dict, m: Masks, k_scale: Array | None, slabs: int) -> None:
     """The left factor of k -> x1; its right factors for tiles that are 0, 1, 2, 3 apart -> x2, x3, x4 and in place of k."""
     for s in range(slabs):
-        c, k = load_c(refs, s), scaled(refs["k"], s, k_scale, m.valid)
-        refs["x1"].at[s][...] = (k * jnp.exp2(c + BALANCE)).astype(BF16)
-        refs["x2"].at[s][...] = (k * jnp.exp2(-c - BALANCE)).astype(BF16)
-        totals = tile_totals(refs["c"], s)
-        reach = k * jnp.exp2(by_tile(totals) - c - BALANCE)
-        refs["x3"].at[s][...] = reach.astype(BF16)
-        refs["x4"].at[s][...] = (reach * jnp.exp2(by_tile([totals[1], totals[2], None, None]))).astype(BF16)
-        refs["k"].at[s][...] = (reach * across(jnp.exp2(totals[1] + totals[2]))).astype(BF16)
+        c, table = columns(refs["c"], s), refs["sums"].at[s]
+        refs["x1"].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * left_factor(c)).astype(BF16)
+        for distance, right in enumerate(("x2", "x3", "x4", "k")):
+            refs[right].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * right_factor(c, table, distance)).astype(BF16)
 
 
 def scores(refs: dict, left: str, slabs: int) -> Array:
@@ -341,21 +191,6 @@ class Prepared(NamedTuple):
     decay: Float[Array, "B H N K"]
 
 
-class Inputs(NamedTuple):
-    """Arguments of the operator, T a multiple of 64. beta: -1 at padding. rate, bias of the bounded gate: lower_bound * sigmoid(rate * g + bias)."""
-    q: Float[Array, "B T H K"]
-    k: Float[Array, "B T H K"]
-    v: Float[Array, "B T H V"]
-    g: Float[Array, "B T H K"]
-    beta: Float[Array, "B H T"]
-    rate: Float[Array, "H"] | None
-    bias: Float[Array, "H K"] | None
-    runs: Int[Array, "B T"] | None
-    """Owner of the state after each token."""
-    edges: Int[Array, "B N 2"] | None
-    """Owner of the state before and after each chunk."""
-
-
 def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:
     """Shared memory of a kernel that forms decays and scores, by name."""
     slabs = key // SLAB
@@ -370,12 +205,7 @@ def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict
         names["x4"] = wide()
     # The padding of 8 columns spreads the rows over the banks.
     return names | dict(x1=wide(), x2=wide(), x3=wide(), c=plgpu.SMEM((CHUNK, key + 8), F32),
-                        a=plgpu.SMEM((CHUNK, TILE + 8), F32), decay=plgpu.SMEM((key,), F32))
-
-
-def input_names(x: Inputs) -> dict[str, Array]:
-    names = dict(q_in=x.q, k_in=x.k, g_in=x.g, beta_in=x.beta, rate_in=x.rate, bias_in=x.bias, runs_in=x.runs, edges_in=x.edges)
-    return {name: array for name, array in names.items() if array is not None}
+                        a=plgpu.SMEM((CHUNK, TILE + 8), F32), sums=plgpu.SMEM((slabs, SUMS, SLAB), F32), decay=plgpu.SMEM((key,), F32))
 
 
 def prepare(config: Config, x: Inputs) -> Prepared:

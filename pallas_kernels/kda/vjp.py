@@ -14,7 +14,8 @@ from pallas_kernels.kda import gates
 from pallas_kernels.kda.chunk import CHUNK
 from pallas_kernels.kda.documents import document_runs, state_owner
 from pallas_kernels.kda.mosaic_gpu_backward import backward
-from pallas_kernels.kda.mosaic_gpu_forward import Config, Inputs, forward
+from pallas_kernels.kda.mosaic_gpu_forward import forward
+from pallas_kernels.kda.mosaic_gpu_tiles import Config, Inputs
 
 
 def kda(q, k, v, g, beta, initial_state, segment_ids, *, scale: float, gate: str, a_log, dt_bias, lower_bound: float | None, beta_logits: bool,
