@@ -24,11 +24,11 @@ from jaxtyping import Array, Float
 from pallas_kernels.kda.chunk import CHUNK, TILE
 from pallas_kernels.kda.mosaic_gpu_forward import Prepared, prepare, serial, stage_decay
 from pallas_kernels.kda.mosaic_gpu_tiles import (
+    BALANCE,
     BF16,
     COLUMNS,
     ENTERING,
     F32,
-    LEAVE,
     LEAVING,
     LOG2E,
     PARAMS,
@@ -36,6 +36,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     SLAB,
     SUMS,
     WGMMA,
+    WHOLE,
     Config,
     Inputs,
     Masks,
@@ -110,9 +111,9 @@ def _load(r: dict, index: tuple[Array, Array, Array], groups: int, value_slabs: 
     for name in ("q", "k", "g"):
         for s in range(groups):
             copy(columns(r[f"{name}_in"].at[b, rows, h], s), r[name].at[s])
-    for name in ("do", "w", "d"):
+    for name, where in (("do", r["left"].at[0]), ("w", r["left"].at[1]), ("d", r["d"])):
         for s in range(value_slabs):
-            copy(columns(r[f"{name}_in"].at[b, rows, h], s), r[name].at[s])
+            copy(columns(r[f"{name}_in"].at[b, rows, h], s), where.at[s])
     for s in range(value_slabs):
         copy(columns(r["v_in"].at[b, rows, h], s), _v_tile(r, s % groups, s // groups))
     for name, where in (("beta", (b, h, rows)), ("bias", (h,)), ("runs", (b, rows))):
@@ -134,7 +135,7 @@ def _value_gradients(r: dict, m: Masks, index: tuple[Array, Array, Array], wg: A
         # Fewer slabs of values than warpgroups: all work on the first, one of them counts.
         s = wg + i * groups if value_slabs >= groups else 0
         tile = _v_tile(r, wg if value_slabs >= groups else 0, i)
-        e = -r["w"].at[s][...].astype(F32)
+        e = -r["left"].at[1, s][...].astype(F32)
         product_rows = jnp.sum(e * kept(m.valid, tile[...].astype(F32)), axis=1)
         counts = 1.0 if value_slabs >= groups else jnp.where(wg == 0, 1.0, 0.0)
         dots = dots + product_rows * counts
@@ -160,45 +161,61 @@ def _load_states(r: dict, index: tuple[Array, Array, Array], wg: Array, value_sl
 
 
 def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Array | None) -> tuple[Array, Array, Array]:
-    """-> gradients from the states: of the reads' rows, of the writes' rows, of k as a column. Leaves in r["rows"][1] what spans the whole chunk."""
-    value_slabs = r["do"].shape[0]
+    """-> gradients from the states: of the reads' and the writes' rows but for the left factor, of k as a column. Leaves in r["rows"][1] what spans the whole chunk."""
+    value_slabs = r["d"].shape[0]
     tile = lambda i, s: r["tiles"].at[wg, i + s]
-    pairs = lambda left, i: [(r[left].at[s], transposed(tile(i, s))) for s in range(value_slabs)]
+    pairs = lambda left, i: [(left.at[s], transposed(tile(i, s))) for s in range(value_slabs)]
     remaining = plgpu.layout_cast(jnp.zeros((SLAB,), F32), ROWS)
     for s in range(value_slabs):
         remaining = remaining + jnp.sum(tile(0, s)[...].astype(F32) * tile(2, s)[...].astype(F32), axis=1)
     r["rows"].at[wg, 0][...] = remaining
-    dk = product(*pairs("d", 2)) * kept(m.exit, jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False)))
-    through = plgpu.load(r["rows"].at[wg, 0], layout=COLUMNS, optimized=False) * jnp.exp2(plgpu.load(table.at[LEAVE], layout=COLUMNS, optimized=False))
+    dk = product(*pairs(r["d"], 2)) * kept(m.exit, jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False)))
+    through = plgpu.load(r["rows"].at[wg, 0], layout=COLUMNS, optimized=False) * jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
     through = through if m.carry is None else jnp.where(m.carry, through, 0.0)
     k = scaled(r["k"], wg, k_scale, m.valid)
     r["rows"].at[wg, 1][...] = through + jnp.sum(jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0), axis=0)
-    entering = kept(m.entry, jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + by_tile(table, ENTERING)))
-    return product(*pairs("do", 0)) * entering, product(*pairs("w", 0)) * entering, dk
+    # Less the left factor of the scores, which multiplies all of a row's terms in the end.
+    entering = kept(m.entry, jnp.exp2(by_tile(table, ENTERING) - BALANCE))
+    return product(*pairs(r["left"].at[0], 0)) * entering, product(*pairs(r["left"].at[1], 0)) * entering, dk
+
+
+def _score_gradients(r: dict, wg: Array, groups: int) -> None:
+    """dP and dA below their diagonals, bfloat16, in place of the first slabs of dO and W; the diagonal of dP -> r["rows"][0, 3]. Joins the warpgroups."""
+    value_slabs = r["d"].shape[0]
+    shown = visible(r, iota(0) > iota(1))
+    mine = [wg] if groups == 2 else [0, 1]
+    results = []
+    for i in mine:
+        scores = product(*((r["left"].at[i, s], transposed(r["d"].at[s])) for s in range(value_slabs)))
+        diagonal = jnp.sum(jnp.where(iota(0) == iota(1), scores, 0.0), axis=1)
+        r["rows"].at[i if groups == 2 else 0, 3 + (groups == 1) * i][...] = diagonal
+        results.append(jnp.where(shown, scores, 0.0).astype(BF16))
+    _join(r, groups)
+    for i, scores in zip(mine, results):
+        r["left"].at[i, 0][...] = scores
+    _join(r, groups)
 
 
 def _score_terms(r: dict, config: Config, m: Masks, c: Any, table: Any, wg: Array, scales: tuple, sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
-    """Adds what comes through the scores to `sums` (as `_state_terms` returns them). -> those and the diagonal of dP, one entry per row."""
-    dq, row, dk = sums
+    """Adds what comes through the scores to `sums`, as `_state_terms` returns them."""
     tile = lambda i: r["tiles"].at[wg, i]
     apart = iota(0) // TILE - iota(1) // TILE
     keys = lambda: scaled(r["k"], wg, scales[1], m.valid)
     tile(3)[...] = (scaled(r["q"], wg, scales[0], m.valid) * config.scale * left_factor(c)).astype(BF16)
     r["left_k"].at[wg][...] = (keys() * down(beta_rows(r)) * left_factor(c)).astype(BF16)
-    diagonal = None
-    for distance in range(4):
-        for i, left in enumerate(("do", "w")):
-            scores = product(*((r[left].at[s], transposed(r["d"].at[s])) for s in range(r["do"].shape[0])))
-            if diagonal is None:
-                diagonal = jnp.sum(jnp.where(iota(0) == iota(1), scores, 0.0), axis=1)
-            shown = (iota(0) > iota(1)) & (apart == distance) if distance == 0 else apart == distance
-            tile(i)[...] = jnp.where(visible(r, shown), scores, 0.0).astype(BF16)
+
+    def step(distance, sums):
+        dq, row, dk = sums
+        for i in range(2):
+            tile(i)[...] = jnp.where(apart == distance, r["left"].at[i, 0][...].astype(F32), 0.0).astype(BF16)
         tile(2)[...] = (keys() * right_factor(c, table, distance)).astype(BF16)
         plgpu.commit_smem()
         dk = dk + right_factor(c, table, distance) * product((transposed(tile(0)), tile(3)), (transposed(tile(1)), r["left_k"].at[wg]))
-        dq = dq + left_factor(c) * product((tile(0), tile(2)))
-        row = row + left_factor(c) * product((tile(1), tile(2)))
-    return dq, row, dk, diagonal
+        return dq + product((tile(0), tile(2))), row + product((tile(1), tile(2))), dk
+
+    # A loop, not unrolled: the compiler would hoist loads of all four distances and spill.
+    dq, row, dk = lax.fori_loop(0, 4, step, sums)
+    return dq * left_factor(c), row * left_factor(c), dk
 
 
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
@@ -241,11 +258,13 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     _load_states(r, index, wg, value_slabs)
     tile_sums(c, table)
     sums = _state_terms(r, m, c, table, wg, scales[1])
-    dq, row, dk, diagonal = _score_terms(r, config, m, c, table, wg, scales, sums)
+    _score_gradients(r, wg, groups)
+    dq, row, dk = _score_terms(r, config, m, c, table, wg, scales, sums)
     beta = down(beta_rows(r))
     q, k = scaled(r["q"], wg, scales[0], m.valid), scaled(r["k"], wg, scales[1], m.valid)
     _gate_gradient(r, config, m, wg, q * config.scale * dq + k * beta * row - jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0))
     k = scaled(r["k"], wg, scales[1], m.valid)
+    diagonal = plgpu.load(r["rows"].at[0, 3], layout=ROWS, optimized=False)
     r["rows"].at[wg, 0][...] = values + jnp.sum(row * k, axis=1)
     dk = dk + beta * row + down(diagonal) * config.scale * scaled(r["q"], wg, scales[0], m.valid)
     dq = config.scale * (dq + down(diagonal) * k)
@@ -289,7 +308,7 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
     groups, value_slabs = key // SLAB, value // SLAB
     slabs = lambda *shape, dtype=BF16: tiled(*shape, CHUNK, SLAB, dtype=dtype)
     vector = lambda *shape, dtype=F32: plgpu.SMEM((*shape, SLAB), dtype)
-    loads = dict(q=slabs(groups), k=slabs(groups), g=slabs(groups, dtype=g_dtype), do=slabs(value_slabs), w=slabs(value_slabs), d=slabs(value_slabs),
+    loads = dict(q=slabs(groups), k=slabs(groups), g=slabs(groups, dtype=g_dtype), left=slabs(2, value_slabs), d=slabs(value_slabs),
                  beta=plgpu.SMEM((CHUNK,), F32))
     if bounded:
         loads["bias"] = plgpu.SMEM((key,), F32)
@@ -299,7 +318,7 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
     barriers = dict(barrier=plgpu.Barrier(num_arrivals=arrivals), states_barrier=plgpu.Barrier(num_arrivals=2 * value_slabs, num_barriers=groups),
                     join=plgpu.Barrier(num_arrivals=groups))
     return loads | dict(tiles=slabs(groups, 4), left_k=slabs(groups), c=plgpu.SMEM((groups, CHUNK, SLAB + 8), F32), sums=vector(groups, SUMS),
-                        rows=vector(groups, 3)) | barriers
+                        rows=vector(groups, 5)) | barriers
 
 
 def gradients(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:

@@ -27,13 +27,13 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     COLUMNS,
     ENTERING,
     F32,
-    LEAVE,
     LEAVING,
     PARAMS,
     ROWS,
     SLAB,
     SUMS,
     WGMMA,
+    WHOLE,
     Config,
     Inputs,
     Masks,
@@ -125,7 +125,7 @@ def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, 
         refs["q"].at[s][...] = (q * left_factor(c)).astype(BF16)
         leaving = jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False))
         refs["x3"].at[s][...] = kept(m.exit, scaled(refs["k"], s, scales[1], m.valid) * leaving).astype(BF16)
-        whole = jnp.exp2(plgpu.load(table.at[LEAVE], layout=COLUMNS, optimized=False))
+        whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
         columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
 
 

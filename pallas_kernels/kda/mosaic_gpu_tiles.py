@@ -108,44 +108,40 @@ def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None,
     return decay if valid is None else jnp.where(valid, decay, 0.0)
 
 
-TOTAL, BEFORE, LEAVE, BETWEEN, SUMS = 0, 4, 7, 10, 11
-"""Rows of a table of sums of the tiles' log decays: each tile's own, 4 rows; what precedes tiles 1, 2, 3; the whole chunk, from tile 1, from tile 2
-on; tiles 1 and 2; number of rows."""
+SUMS, WHOLE = 12, 7
+"""Rows of a table of sums of the tiles' log decays t0 to t3, and the row of the whole chunk's. Row 4 (d - 1) + i is what lies between a token of
+tile i and the start of tile i + d; where there is no such tile, other sums that are needed, or 0."""
+ENTERING, LEAVING = (None, 0, 4, 8), (WHOLE, 9, 6, 3)
+"""Rows for `by_tile`: added to the running sum, the decay since the chunk's start; less the running sum, the decay to its end."""
 
 
 def tile_sums(c: Any, table: Any) -> None:
     """Running sums c [64, 64 + ...] -> the table [SUMS, 64]."""
     t = [plgpu.load(c.at[TILE * (i + 1) - 1, pl.ds(0, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
     late = t[2] + t[3]
-    rows = [*t, t[0], t[0] + t[1], t[0] + t[1] + t[2], t[0] + (t[1] + late), t[1] + late, late, t[1] + t[2]]
+    # Not jnp.zeros: a splat has no layout in which it could be stored.
+    zero = late * 0.0
+    rows = [*t, t[0] + t[1], t[1] + t[2], late, t[0] + (t[1] + late), t[0] + t[1] + t[2], t[1] + late, zero, zero]
     for i, row in enumerate(rows):
         table.at[i][...] = row
 
 
-def by_tile(table: Any, rows: tuple[int | None, ...]) -> Array:
+def by_tile(table: Any, rows: tuple[Any, ...]) -> Array:
     """[64, 64] with the table's row `rows[i]` in every row of tile i; None stands for zeros. One table row is in registers at a time."""
     tile, result = iota(0) // TILE, None
     for i in reversed(range(4)):
-        if result is not None and rows[i] == rows[i + 1]:
-            continue
         part = jnp.zeros((CHUNK, SLAB), F32) if rows[i] is None else across(plgpu.load(table.at[rows[i]], layout=COLUMNS, optimized=False))
         result = part if result is None else jnp.where(tile <= i, part, result)
     return result
 
 
-ENTERING = (None, BEFORE, BEFORE + 1, BEFORE + 2)
-LEAVING = (LEAVE, LEAVE + 1, LEAVE + 2, TOTAL + 3)
-"""For `by_tile`: added to the running sum, the decay since the chunk's start; less the running sum, the decay to its end."""
-
-
-def right_factor(c: Any, table: Any, distance: int) -> Array:
-    """What multiplies column j of the scores with tiles `distance` apart, float32 [64, 64]."""
-    if distance == 0:
-        return jnp.exp2(-plgpu.load(c, layout=WGMMA, optimized=False) - BALANCE)
-    reach = by_tile(table, (TOTAL, TOTAL + 1, TOTAL + 2, TOTAL + 3))
-    if distance > 1:
-        reach = reach + by_tile(table, ((TOTAL + 1, TOTAL + 2, None, None), (BETWEEN, None, None, None))[distance - 2])
-    return jnp.exp2(reach - plgpu.load(c, layout=WGMMA, optimized=False) - BALANCE)
+def right_factor(c: Any, table: Any, distance: Any) -> Array:
+    """What multiplies column j of the scores with tiles `distance` (an integer, traced or not) apart, float32 [64, 64]."""
+    running = plgpu.load(c, layout=WGMMA, optimized=False)
+    if isinstance(distance, int):
+        return jnp.exp2((by_tile(table, tuple(4 * (distance - 1) + i for i in range(4))) if distance else 0.0) - running - BALANCE)
+    reach = by_tile(table, tuple(4 * jnp.maximum(distance - 1, 0) + i for i in range(4)))
+    return jnp.exp2(jnp.where(distance > 0, 1.0, 0.0) * reach - running - BALANCE)
 
 
 def left_factor(c: Any) -> Array:
