@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import kda
-from pallas_kernels.kda import gates, mosaic_gpu_forward, mosaic_gpu_tiles, specs
+from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_tiles, specs
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 SHAPES = ((1, 8192, 96), (8, 2048, 32), (1, 65536, 16), (4, 4096, 16))
@@ -129,9 +129,16 @@ def timed_parts(x, do, implementation, train):
         prepare = jax.jit(partial(mosaic_gpu_forward.prepare, config))
         yield "prepare_ms", prepare, (inputs,)
         prepared = prepare(inputs)
-        for save in (False, True):
-            recur = jax.jit(lambda p, v, b, s, save=save: mosaic_gpu_forward.recur(config, p, v, b, s, save))
-            yield f"recur_ms{'_saving' * save}", recur, (prepared, inputs.v, inputs.beta, initial)
+        recur = lambda save: jax.jit(lambda p, v, b, s: mosaic_gpu_forward.recur(config, p, v, b, s, save))
+        yield "recur_ms", recur(False), (prepared, inputs.v, inputs.beta, initial)
+        yield "recur_saving_ms", recur(True), (prepared, inputs.v, inputs.beta, initial)
+        if train:
+            _, _, states, d = recur(True)(prepared, inputs.v, inputs.beta, initial)
+            reverse = jax.jit(partial(mosaic_gpu_backward.reverse, config))
+            yield "reverse_ms", reverse, (prepared, do, initial)
+            _, dstates, w = reverse(prepared, do, initial)
+            del prepared
+            yield "gradients_ms", jax.jit(partial(mosaic_gpu_backward.gradients, config)), (inputs, do, w, d, states, dstates)
 
 
 def kernel_inputs(x):

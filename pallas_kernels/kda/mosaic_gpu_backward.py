@@ -161,7 +161,10 @@ def _load_states(r: dict, index: tuple[Array, Array, Array], wg: Array, value_sl
 
 
 def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Array | None) -> tuple[Array, Array, Array]:
-    """-> gradients from the states: of the reads' and the writes' rows but for the left factor, of k as a column. Leaves in r["rows"][1] what spans the whole chunk."""
+    """-> gradients from the states: of the reads' and of the writes' rows but for the left factor, of k as a column.
+
+    Leaves in r["rows"][1] what spans the whole chunk.
+    """
     value_slabs = r["d"].shape[0]
     tile = lambda i, s: r["tiles"].at[wg, i + s]
     pairs = lambda left, i: [(left.at[s], transposed(tile(i, s))) for s in range(value_slabs)]

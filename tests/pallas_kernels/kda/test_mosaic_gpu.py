@@ -132,5 +132,8 @@ def test_refusals_name_what_is_missing(monkeypatch):
         with pytest.raises(UnsupportedError, match="lower_bound: .* promises none"):
             kda(**x, **keywords, implementation="mosaic_gpu")
         assert jax.eval_shape(partial(kda, **keywords), **x)[0].shape == (1, 4, 1, 64)
+    with pytest.raises(UnsupportedError, match="dtype of g: got float32 with Dk = Dv = 128"):
+        wide = {n: jnp.zeros((1, 4, 1, 128), jnp.float32 if n == "g" else jnp.bfloat16) for n in WIDE}
+        kda(**wide, beta=x["beta"], lower_bound=-5.0, implementation="mosaic_gpu")
     with pytest.raises(UnsupportedError, match="Dk: got 96, wanted one of .* nearest"):
         kda(**{n: jnp.zeros((1, 4, 1, 96), jnp.bfloat16) for n in WIDE}, beta=x["beta"], lower_bound=-5.0, implementation="mosaic_gpu")
