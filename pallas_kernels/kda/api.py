@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, Operator, choose, register
-from pallas_kernels.kda import gates, reference, specs, xla
+from pallas_kernels.kda import gates, reference, specs, vjp, xla
 from pallas_kernels.kda.decode import kda_step
 from pallas_kernels.kda.documents import document_runs, state_owner
 
@@ -40,7 +40,7 @@ def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array
     segment_ids: 0 = padding: o is 0 there, the state passes unchanged, and the gradient is exactly 0 whatever the inputs hold, NaN included.
       A new document (see `document_runs`) starts from a zero state.
     residuals: what the backward pass keeps besides its inputs. "recompute": the state before every 64-token chunk. "save": also the chunk's
-      inverse and written values: less work, more memory, the same numbers up to rounding.
+      inverse and written values: less work, more memory, the same numbers up to rounding. The kernels on Hopper always keep states and values.
     implementation: "auto", a name, or a tuple tried in order.
 
     Returns o [B, T, H, Dv] in v's dtype and the state after the last token that is not padding, [B, H, Dk, Dv] float32 (float64 with float64
@@ -57,16 +57,20 @@ def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array
     if residuals not in specs.RESIDUALS:
         raise ValueError(f"residuals: got {residuals!r}, wanted one of {list(specs.RESIDUALS)}")
     operand = operand_dtype(q, k, v)
-    chosen = choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), key=sizes["Dk"], value=sizes["Dv"])
+    chosen = choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), g_dtype=g.dtype,
+                    key=sizes["Dk"], value=sizes["Dv"])
     state_dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32)
     if initial_state is None:
         initial_state = jnp.zeros([sizes[n] for n in ("B", "H", "Dk", "Dv")])
     initial_state = initial_state.astype(state_dtype)
     o_dtype = v.dtype
+    scale = sizes["Dk"] ** -0.5 if scale is None else float(scale)
+    if chosen == "mosaic_gpu" and 0 not in (sizes["B"], sizes["T"], sizes["H"]):
+        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, gate=gate, a_log=a_log, dt_bias=dt_bias,
+                       lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
     q, k, v, g, beta, initial_state, owner, valid = _prepare(
         q, k, v, g, beta, initial_state, segment_ids, operand if state_dtype == jnp.float32 else state_dtype,
         gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
-    scale = sizes["Dk"] ** -0.5 if scale is None else float(scale)
     if 0 in (sizes["B"], sizes["T"], sizes["H"]):
         o, state = jnp.zeros_like(v), initial_state
     elif chosen == "reference":

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.dispatch import Implementation, Operator, choose, register
 from pallas_kernels.kda import gates, reference, specs
 
-OPERATOR = register(Operator(name="kda_step", unmet=specs.UNMET, example=specs.EXAMPLE))
+OPERATOR = register(Operator(name="kda_step", unmet=specs.STEP_UNMET, example=specs.EXAMPLE))
 
 
 def kda_step(q: Float[Array, "B H Dk"], k: Float[Array, "B H Dk"], v: Float[Array, "B H Dv"], g: Float[Array, "B H Dk"],
@@ -25,7 +25,8 @@ def kda_step(q: Float[Array, "B H Dk"], k: Float[Array, "B H Dk"], v: Float[Arra
     sizes = specs.check_arrays(dict(q=(q, channels), k=(k, channels), v=(v, ("B", "H", "Dv")), g=(g, channels), beta=(beta, ("B", "H")),
                                     state=(state, ("B", "H", "Dk", "Dv")), a_log=(a_log, ("H",)), dt_bias=(dt_bias, ("H", "Dk"))))
     specs.check_gate(gate, a_log, dt_bias, lower_bound)
-    choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), key=sizes["Dk"], value=sizes["Dv"])
+    choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), g_dtype=g.dtype,
+           key=sizes["Dk"], value=sizes["Dv"])
     dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta, state), jnp.float32)
     o_dtype = v.dtype
     q, k, v, g, beta, state = (x.astype(dtype) for x in (q, k, v, g, beta, state))

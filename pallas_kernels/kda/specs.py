@@ -35,7 +35,7 @@ TEST_LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130, 257)
 PREFIXES = (1, 15, 16, 17, 63, 64, 65)
 
 KERNEL_WIDTHS = (64, 128)
-EXAMPLE = dict(gate="bounded", lower_bound=None, dtype=jnp.dtype("bfloat16"), key=128, value=128)
+EXAMPLE = dict(gate="bounded", lower_bound=None, dtype=jnp.dtype("bfloat16"), g_dtype=jnp.dtype("bfloat16"), key=128, value=128)
 
 
 def factored(gate: str, lower_bound: float | None) -> bool:
@@ -44,8 +44,8 @@ def factored(gate: str, lower_bound: float | None) -> bool:
     return bound is not None and bound >= FACTORED_BOUND
 
 
-def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, key: int, value: int) -> list[str]:
-    unmet = ["kernel: this version has none for kda; use 'xla'"]
+def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, g_dtype: Any, key: int, value: int) -> list[str]:
+    unmet = []
     if not _has_hopper():
         unmet.append(f"device: got {jax.default_backend()}, wanted a Hopper GPU (compute capability 9.0)")
     bound = bound_of(gate, lower_bound)
@@ -59,6 +59,9 @@ def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, key: 
         if width not in KERNEL_WIDTHS:
             nearest = min(KERNEL_WIDTHS, key=lambda w: abs(w - width))
             unmet.append(f"{name}: got {width}, wanted one of {list(KERNEL_WIDTHS)}, nearest {nearest}")
+    if g_dtype != jnp.bfloat16 and (key, value) == (128, 128):
+        unmet.append(f"dtype of g: got {jnp.dtype(g_dtype).name} with Dk = Dv = 128, wanted bfloat16 (a wider one does not fit in shared memory), "
+                     "or Dk or Dv = 64")
     return unmet
 
 
@@ -70,7 +73,12 @@ def _nothing_unmet(**facts: Any) -> list[str]:
     return []
 
 
+def _step_unmet(**facts: Any) -> list[str]:
+    return ["kernel: this version has none for kda_step; use 'xla'", *_mosaic_gpu_unmet(**facts)]
+
+
 UNMET = dict(mosaic_gpu=_mosaic_gpu_unmet, xla=_nothing_unmet, reference=_nothing_unmet)
+STEP_UNMET = UNMET | dict(mosaic_gpu=_step_unmet)
 
 
 def check_arrays(wanted: Mapping[str, tuple[Any, tuple[str, ...]]]) -> dict[str, int]:

@@ -270,7 +270,7 @@ def _chunked_forward(plan, q, k, v, g, beta, initial_state, owner):
 
 
 @partial(jax.jit, static_argnums=0)
-def _chunked_backward(plan, residuals, cotangents):
+def chunked_backward(plan, residuals, cotangents):
     q, k, v, g, beta, owner, saved = residuals
     do, dfinal = cotangents
     batch, length, heads, _ = q.shape
@@ -286,7 +286,7 @@ def _chunked_backward(plan, residuals, cotangents):
     return *grads, dstate.reshape(dfinal.shape), None
 
 
-chunked.defvjp(_chunked_forward, _chunked_backward)
+chunked.defvjp(_chunked_forward, chunked_backward)
 
 GROUP = {"cpu": 32}
 GROUP_ELSEWHERE = 512

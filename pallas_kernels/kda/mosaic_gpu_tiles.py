@@ -1,0 +1,239 @@
+"""What KDA's Mosaic GPU kernels share: tiles in shared memory, decays of a chunk, factors of its scores, document masks.
+
+A warpgroup works on register arrays of 64 tokens by 64 channels (a slab). Scores of tokens i >= j in tiles d apart are products of
+(x_i e^(c_i)) and (k_j e^(reach_d - c_j)), c the running sum of log decays inside a tile of 16 and reach_d what lies between: d = 0 anchors just
+before the tile, d > 0 at the start of i's tile. The left factor is one for all d, and nothing later than i enters it or the columns that are kept.
+Decays are in bits (log2).
+
+Documents need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
+"""
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kda.chunk import CHUNK, TILE
+from pallas_kernels.kda.gates import L2_EPS
+
+SLAB = 64
+"""Channels that one register array holds, and columns of the state per warpgroup."""
+LOG2E = math.log2(math.e)
+BALANCE = 57.0
+"""Bits that the left factors are scaled up by and the right ones down: both then stay in the middle of bfloat16's range."""
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+WGMMA = plgpu.Layout.WGMMA
+ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
+"""Layouts of a vector with one entry per row, per column of a register array."""
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+class Config(NamedTuple):
+    """Static facts of a call, from which the kernels are built."""
+    scale: float
+    bound: float | None
+    """Lower bound of the bounded gate; None: `g` is the log decay itself."""
+    normalize: bool
+    interpret: Any = None
+    """`plgpu.InterpretGPUParams` to run on a CPU, for tests."""
+
+
+def tiled(*shape: int, dtype=BF16) -> Any:
+    """Shared memory whose last two dimensions are laid out for TMA and wgmma."""
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)))
+
+
+def iota(dimension: int, columns: int = CHUNK) -> Array:
+    return plgpu.broadcasted_iota(jnp.int32, (CHUNK, columns), dimension, layout=WGMMA)
+
+
+def down(vector: Array, columns: int = CHUNK) -> Array:
+    """One entry per row, spread over the columns."""
+    return lax.broadcast_in_dim(vector, (CHUNK, columns), (0,))
+
+
+def across(vector: Array) -> Array:
+    """One entry per column, spread over the rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, (CHUNK, vector.shape[0]), (1,)), WGMMA)
+
+
+def product(*pairs: tuple[Any, Any]) -> Array:
+    """Sum of products of shared memory tiles, float32 [M, N]."""
+    def body(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(body, plgpu.ACC((pairs[0][0].shape[0], pairs[0][1].shape[1]), F32))
+
+
+def transposed(ref: Any) -> Any:
+    return ref.transpose((1, 0))
+
+
+def columns(ref: Any, s: int) -> Any:
+    """Slab s of a reference with channels last."""
+    return ref.at[..., pl.ds(s * SLAB, SLAB)]
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """x as a sum of two bfloat16 arrays, to 17 bits."""
+    high = x.astype(BF16)
+    return high, (x - high.astype(F32)).astype(BF16)
+
+
+# ---------------------------------------------------------------- decays and factors
+
+
+def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
+    """1 / norm of each row of a [64, Dk] tile, or None."""
+    if not normalize:
+        return None
+    squares = 0
+    for s in range(slabs):
+        x = ref.at[s][...].astype(F32)
+        squares = squares + jnp.sum(x * x, axis=1)
+    return lax.rsqrt(squares + L2_EPS)
+
+
+def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None, valid: Array | None) -> Array:
+    """Log decay in bits of one [64, 64] slab from what `g` holds. bias: rate * dt_bias, one entry per column."""
+    if config.bound is None:
+        decay = g * LOG2E
+    else:
+        decay = (config.bound * LOG2E) / (1.0 + jnp.exp2((rate * g + across(bias)) * -LOG2E))
+    return decay if valid is None else jnp.where(valid, decay, 0.0)
+
+
+SUMS, WHOLE = 12, 7
+"""Rows of a table of sums of the tiles' log decays t0 to t3, and the row of the whole chunk's. Row 4 (d - 1) + i is what lies between a token of
+tile i and the start of tile i + d; where there is no such tile, other sums that are needed, or 0."""
+ENTERING, LEAVING = (None, 0, 4, 8), (WHOLE, 9, 6, 3)
+"""Rows for `by_tile`: added to the running sum, the decay since the chunk's start; less the running sum, the decay to its end."""
+
+
+def tile_sums(c: Any, table: Any) -> None:
+    """Running sums c [64, 64 + ...] -> the table [SUMS, 64]."""
+    t = [plgpu.load(c.at[TILE * (i + 1) - 1, pl.ds(0, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
+    late = t[2] + t[3]
+    # Not jnp.zeros: a splat has no layout in which it could be stored.
+    zero = late * 0.0
+    rows = [*t, t[0] + t[1], t[1] + t[2], late, t[0] + (t[1] + late), t[0] + t[1] + t[2], t[1] + late, zero, zero]
+    for i, row in enumerate(rows):
+        table.at[i][...] = row
+
+
+def by_tile(table: Any, rows: tuple[Any, ...]) -> Array:
+    """[64, 64] with the table's row `rows[i]` in every row of tile i; None stands for zeros. One table row is in registers at a time."""
+    tile, result = iota(0) // TILE, None
+    for i in reversed(range(4)):
+        part = jnp.zeros((CHUNK, SLAB), F32) if rows[i] is None else across(plgpu.load(table.at[rows[i]], layout=COLUMNS, optimized=False))
+        result = part if result is None else jnp.where(tile <= i, part, result)
+    return result
+
+
+def right_factor(c: Any, table: Any, distance: Any) -> Array:
+    """What multiplies column j of the scores with tiles `distance` (an integer, traced or not) apart, float32 [64, 64]."""
+    running = plgpu.load(c, layout=WGMMA, optimized=False)
+    if isinstance(distance, int):
+        return jnp.exp2((by_tile(table, tuple(4 * (distance - 1) + i for i in range(4))) if distance else 0.0) - running - BALANCE)
+    reach = by_tile(table, tuple(4 * jnp.maximum(distance - 1, 0) + i for i in range(4)))
+    return jnp.exp2(jnp.where(distance > 0, 1.0, 0.0) * reach - running - BALANCE)
+
+
+def left_factor(c: Any) -> Array:
+    """What multiplies row i of the scores."""
+    return jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + BALANCE)
+
+
+def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
+    """Slab s of `g` in float32, and of the bounded gate's bias, one entry per column."""
+    bias = plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False) if bounded else None
+    return refs["g"].at[s][...].astype(F32), bias
+
+
+def running_sums(config: Config, refs: dict, slabs: list[Any], cs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> None:
+    """Running sums of the log decay inside each tile, float32, for some slabs -> cs. highs, lows, ones: scratch tiles.
+
+    A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
+    """
+    row, column = iota(0), iota(1)
+    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
+    for s, high, low in zip(slabs, highs, lows):
+        parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
+        for ref, part in zip((high, low), parts):
+            ref[...] = part
+    plgpu.commit_smem()
+    for c, high, low in zip(cs, highs, lows):
+        c[...] = product((ones, high), (ones, low))
+
+
+def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
+    """Slab s of a tile in float32, each row times its entry of `scale`, zero where not kept."""
+    x = ref.at[s][...].astype(F32)
+    x = x if scale is None else x * down(scale)
+    return x if keep is None else jnp.where(keep, x, 0.0)
+
+
+# ---------------------------------------------------------------- arguments and masks
+
+
+class Inputs(NamedTuple):
+    """Arguments of the operator, T a multiple of 64. beta: -1 at padding. rate, bias of the bounded gate: lower_bound * sigmoid(rate * g + bias)."""
+    q: Float[Array, "B T H K"]
+    k: Float[Array, "B T H K"]
+    v: Float[Array, "B T H V"]
+    g: Float[Array, "B T H K"]
+    beta: Float[Array, "B H T"]
+    rate: Float[Array, "H"] | None
+    bias: Float[Array, "H K"] | None
+    runs: Int[Array, "B T"] | None
+    """Owner of the state after each token."""
+    edges: Int[Array, "B N 2"] | None
+    """Owner of the state before and after each chunk."""
+
+
+def input_names(x: Inputs) -> dict[str, Array]:
+    names = dict(q_in=x.q, k_in=x.k, g_in=x.g, beta_in=x.beta, rate_in=x.rate, bias_in=x.bias, runs_in=x.runs, edges_in=x.edges)
+    return {name: array for name, array in names.items() if array is not None}
+
+
+class Masks(NamedTuple):
+    """Of one chunk. None: everywhere."""
+    valid: Array | None
+    """Rows that are no padding, bool [64, 64]."""
+    entry: Array | None
+    """Rows that the incoming state belongs to."""
+    exit: Array | None
+    """Rows that the outgoing state belongs to."""
+    carry: Array | None
+    """Scalar: the incoming and the outgoing state belong together."""
+
+
+def masks(refs: dict, index: tuple[Array, Array, Array]) -> Masks:
+    if "runs" not in refs:
+        return Masks(None, None, None, None)
+    b, _, n = index
+    runs = down(plgpu.load(refs["runs"], layout=ROWS, optimized=False))
+    first, last = refs["edges_in"][b, n, 0], refs["edges_in"][b, n, 1]
+    return Masks(down(plgpu.load(refs["beta"], layout=ROWS, optimized=False)) >= 0.0, runs == first, runs == last, first == last)
+
+
+def beta_rows(refs: dict) -> Array:
+    """beta, one entry per row, 0 at padding."""
+    return jnp.maximum(plgpu.load(refs["beta"], layout=ROWS, optimized=False), 0.0)
+
+
+def visible(refs: dict, ordered: Array) -> Array:
+    """`ordered`, a bool [64, 64], where row and column are in one document."""
+    if "runs" not in refs:
+        return ordered
+    runs = [plgpu.load(refs["runs"], layout=layout, optimized=False) for layout in (ROWS, COLUMNS)]
+    return ordered & (down(runs[0]) == across(runs[1]))
+
+
+def kept(keep: Array | None, x: Array) -> Array:
+    return x if keep is None else jnp.where(keep, x, 0.0)

@@ -1,0 +1,63 @@
+"""KDA's kernels through ptxas for an H200, in every configuration that `auto` can choose: no register spills, but for a bounded few in `gradients`."""
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compile_for_h200 import compile_for_h200
+
+from pallas_kernels.kda import mosaic_gpu_backward, mosaic_gpu_tiles
+from pallas_kernels.kda import mosaic_gpu_forward as kernels
+
+pytestmark = pytest.mark.h200
+S = jax.ShapeDtypeStruct
+
+
+def inputs(heads, key, value, g_dtype=jnp.bfloat16, packed=False, bounded=True, tokens=256):
+    wide = lambda width, dtype=jnp.bfloat16: S((1, tokens, heads, width), dtype)
+    return mosaic_gpu_tiles.Inputs(wide(key), wide(key), wide(value), wide(key, g_dtype), S((1, heads, tokens), jnp.float32),
+                          S((heads,), jnp.float32) if bounded else None, S((heads, key), jnp.float32) if bounded else None,
+                          S((1, tokens), jnp.int32) if packed else None, S((1, tokens // 64, 2), jnp.int32) if packed else None)
+
+
+def spilled(function, arguments, monkeypatch, capfd):
+    """Bytes of spill stores of each kernel in the compiled function, in order."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    capfd.readouterr()
+    compile_for_h200(function, *arguments)
+    report = "".join(capfd.readouterr())
+    print(*[line.strip() for line in report.splitlines() if "Used" in line], sep="\n")
+    return [int(n) for n in re.findall(r"stack frame, (\d+) bytes spill stores", report)]
+
+
+def states(heads, key, value):
+    return S((1, heads, key, value), jnp.float32)
+
+
+# Few heads: one warpgroup of columns in a block; many: all of them.
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), (2, 128, 128), (2, 128, 64), (96, 64, 128), (96, 128, 128)])
+def test_forward(heads, key, value, save, monkeypatch, capfd):
+    config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0, True)
+    function = lambda x, s: kernels.forward(config, x, s, save)
+    assert spilled(function, (inputs(heads, key, value), states(heads, key, value)), monkeypatch, capfd) == [0, 0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("g_dtype,bounded", [(jnp.bfloat16, True), (jnp.float32, True), (jnp.float32, False)])
+@pytest.mark.parametrize("key", [64, 128])
+def test_preparation(key, g_dtype, bounded, packed, monkeypatch, capfd):
+    config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0 if bounded else None, bounded)
+    assert spilled(lambda x: kernels.prepare(config, x), (inputs(2, key, 64, g_dtype, packed, bounded),), monkeypatch, capfd) == [0]
+
+
+@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), (2, 128, 64), (2, 128, 128), (96, 64, 128), (96, 128, 128)])
+def test_backward(heads, key, value, monkeypatch, capfd):
+    config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0, True)
+    x, chunks = inputs(heads, key, value), 4
+    o = S(x.v.shape, jnp.bfloat16)
+    arguments = (x, S((1, heads, chunks, key, value), jnp.bfloat16), o, o, states(heads, key, value))
+    prepare, reverse, gradients = spilled(lambda *a: mosaic_gpu_backward.backward(config, *a), arguments, monkeypatch, capfd)
+    assert prepare == reverse == 0
+    # The aim is 0 here too.
+    assert gradients <= 256

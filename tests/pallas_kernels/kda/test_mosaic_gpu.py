@@ -1,0 +1,139 @@
+"""The Mosaic GPU kernels in the interpreter, with race detection, against the token recurrence at the rounded inputs."""
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import UnsupportedError, kda
+from pallas_kernels.kda import mosaic_gpu_forward, specs, vjp
+from pallas_kernels.testing import outputs_and_gradients, rms_ratio
+
+INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
+WIDE = ("q", "k", "v", "g")
+OUTPUT_BOUND, GRADIENT_BOUND, DECAY_BOUND = 5e-3, 1.2e-2, 2e-2
+
+
+@pytest.fixture
+def interpreter():
+    """Fails on a race, and leaves no shared memory behind for the next test, whatever happened."""
+    yield
+    try:
+        assert not gpu_callbacks.get_races().races_found
+    finally:
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def rounded(x, *names):
+    return {n: np.asarray(jnp.asarray(v, jnp.bfloat16), np.float32) if n in names else v for n, v in x.items()}
+
+
+def raw_inputs(shape, seed=0):
+    """Raw gates and logits of beta, unnormalised q and k, with every parameter."""
+    x = specs.inputs(shape, seed=seed)
+    draw = np.random.default_rng(seed + 1)
+    x["q"], x["k"] = 3 * x["q"], 0.5 * x["k"]
+    x["g"], x["beta"] = np.float32(draw.normal(size=x["g"].shape)), np.float32(draw.normal(size=x["beta"].shape))
+    x["a_log"] = np.float32(0.3 * draw.normal(size=shape.heads))
+    x["dt_bias"] = np.float32(draw.normal(size=(shape.heads, shape.key)))
+    return rounded(x, *WIDE)
+
+
+BOUNDED = dict(gate="bounded", lower_bound=None, beta_logits=True, qk_l2norm=True)
+DECAYS = dict(gate="log_decay", lower_bound=-5.0, beta_logits=False, qk_l2norm=False)
+
+
+def run(keywords, narrow=WIDE, kernels=True):
+    def call(q, k, v, g, beta, initial_state, a_log=None, dt_bias=None, segment_ids=None):
+        if not kernels:
+            return kda(q, k, v, g, beta, initial_state=initial_state, a_log=a_log, dt_bias=dt_bias, segment_ids=segment_ids, implementation="reference",
+                       **keywords)
+        wide = dict(q=q, k=k, v=v, g=g)
+        wide = {n: x.astype(jnp.bfloat16) if n in narrow else x for n, x in wide.items()}
+        return vjp.kda(*wide.values(), beta, initial_state, segment_ids, scale=q.shape[-1] ** -0.5, a_log=a_log, dt_bias=dt_bias,
+                       interpret=INTERPRETER, **keywords)
+    return call
+
+
+def check(x, keywords, narrow=WIDE, gradients=True):
+    draw = np.random.default_rng(5)
+    cotangents = tuple(draw.normal(size=x[name].shape).astype(np.float32) for name in ("v", "initial_state"))
+    cotangents = (np.asarray(jnp.asarray(cotangents[0], jnp.bfloat16), np.float32), cotangents[1])
+    if not gradients:
+        got = jax.jit(lambda x: run(keywords, narrow)(**x))(x), {}
+        want = jax.jit(lambda x: run(keywords, kernels=False)(**x))(x), {}
+    else:
+        got = outputs_and_gradients(run(keywords, narrow), x, cotangents)
+        want = outputs_and_gradients(run(keywords, kernels=False), x, cotangents, jnp.float64)
+    ratios = {name: rms_ratio(got[0][i], want[0][i]) for i, name in enumerate(("o", "state"))}
+    ratios |= {name: rms_ratio(got[1][name], want[1][name]) for name in want[1]}
+    print({name: float(f"{ratio:.2g}") for name, ratio in ratios.items()})
+    bound = lambda name: OUTPUT_BOUND if name in ("o", "state") else DECAY_BOUND if name in ("g", "a_log", "dt_bias", "beta") else GRADIENT_BOUND
+    assert all(ratio < bound(name) for name, ratio in ratios.items()), ratios
+
+
+def test_packed_documents_with_everything_inside(interpreter):
+    """Padding with NaN, documents at odd offsets, a chunk with several, T no multiple of 64."""
+    x = raw_inputs(specs.Shape(1, 130, 2, 64, 64))
+    ids = np.repeat([1, 2, 0, 3, 4], [21, 12, 5, 60, 32])[None].astype(np.int32)
+    check(x | dict(segment_ids=ids), BOUNDED)
+
+
+def test_key_wider_than_value(interpreter):
+    check(rounded(specs.inputs(specs.Shape(1, 64, 1, 128, 64), "strong_then_weak"), *WIDE), DECAYS, narrow=("q", "k", "v"), gradients=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 15, 17, 64, 65, 192])
+def test_lengths(interpreter, tokens):
+    check(raw_inputs(specs.Shape(1, tokens, 1, 64, 128)), BOUNDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", specs.BOUNDED_GATES)
+def test_gate_cases(interpreter, gate):
+    check(rounded(specs.inputs(specs.Shape(1, 130, 1, 64, 64), gate), *WIDE[:3]), DECAYS, narrow=("q", "k", "v"), gradients=False)
+
+
+@pytest.mark.slow
+def test_two_warpgroups_share_a_block(interpreter, monkeypatch):
+    monkeypatch.setattr(mosaic_gpu_forward, "warpgroups", lambda sequences, value: value // 64)
+    check(raw_inputs(specs.Shape(2, 192, 1, 128, 128)), BOUNDED)
+
+
+@pytest.mark.slow
+def test_causal_to_the_bit(interpreter):
+    x = raw_inputs(specs.Shape(1, 130, 1, 64, 64))
+    other = raw_inputs(specs.Shape(1, 130, 1, 64, 64), seed=7)
+    call = jax.jit(lambda x: run(BOUNDED)(**x)[0])
+    want = np.asarray(call(x)).astype(np.float32)
+    for prefix in (1, 16, 21, 33, 65, 100):
+        mixed = {n: np.where(np.arange(130).reshape(1, -1, *(1,) * (x[n].ndim - 2)) < prefix, x[n], other[n]) for n in (*WIDE, "beta")}
+        np.testing.assert_array_equal(np.asarray(call(x | mixed)).astype(np.float32)[:, :prefix], want[:, :prefix])
+
+
+@pytest.mark.slow
+def test_nan_at_padding_stays_there(interpreter):
+    x = raw_inputs(specs.Shape(1, 64, 1, 64, 64))
+    ids = np.repeat([1, 0, 2], [20, 9, 35])[None].astype(np.int32)
+    call = jax.jit(lambda x: run(BOUNDED)(**x))
+    poisoned = {n: np.where((ids == 0).reshape(1, -1, *(1,) * (x[n].ndim - 2)), np.nan, x[n]).astype(np.float32) for n in (*WIDE, "beta")}
+    for got, want in zip(call(x | poisoned | dict(segment_ids=ids)), call(x | dict(segment_ids=ids))):
+        np.testing.assert_array_equal(np.asarray(got).astype(np.float32), np.asarray(want).astype(np.float32))
+
+
+def test_refusals_name_what_is_missing(monkeypatch):
+    monkeypatch.setattr(specs, "_has_hopper", lambda: True)
+    x = {n: jnp.zeros((1, 4, 1, 64), jnp.bfloat16) for n in WIDE} | {"beta": jnp.zeros((1, 4, 1))}
+    for keywords in (dict(), dict(gate="softplus")):
+        with pytest.raises(UnsupportedError, match="lower_bound: .* promises none"):
+            kda(**x, **keywords, implementation="mosaic_gpu")
+        assert jax.eval_shape(partial(kda, **keywords), **x)[0].shape == (1, 4, 1, 64)
+    with pytest.raises(UnsupportedError, match="dtype of g: got float32 with Dk = Dv = 128"):
+        wide = {n: jnp.zeros((1, 4, 1, 128), jnp.float32 if n == "g" else jnp.bfloat16) for n in WIDE}
+        kda(**wide, beta=x["beta"], lower_bound=-5.0, implementation="mosaic_gpu")
+    with pytest.raises(UnsupportedError, match="Dk: got 96, wanted one of .* nearest"):
+        kda(**{n: jnp.zeros((1, 4, 1, 96), jnp.bfloat16) for n in WIDE}, beta=x["beta"], lower_bound=-5.0, implementation="mosaic_gpu")
