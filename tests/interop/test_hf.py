@@ -131,7 +131,8 @@ def test_configs_go_there_and_back(preset):
     same = ["vocab_size", "width", "num_layers", "dense_layers", "dense_dim", "activation", "situ_beta", "situ_linear_beta", "norm_eps", "mla", "dtype"]
     for name in same + ["residual"] * (family == "kimi_k3"):
         assert getattr(again, name) == getattr(model, name), name
-    assert again.moe == model.moe and again.kda == model.kda
+    # How the bias is averaged over training steps is no property of the model.
+    assert again.moe == dataclasses.replace(model.moe, bias_ema=None) and again.kda == model.kda
 
 
 @pytest.mark.parametrize("preset, unused", [

@@ -97,7 +97,7 @@ def measure_module(case: Case, kind: str, dtype: str, module: nn.Module, family:
 def decode(module: nn.Module, variables: Any, x: Any, cache: Any) -> tuple[Any, Any]:
     """The outputs of x's tokens one at a time, and the cache after them."""
     def step(cache: Any, token: Any) -> tuple[Any, Any]:
-        y, cache = module.apply(variables, token[:, None], None, cache)
+        y, cache, *_ = module.apply(variables, token[:, None], None, cache)
         return cache, y[:, 0]
 
     cache, outputs = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
@@ -138,7 +138,7 @@ def measure_mla(name: str, dtype: str) -> list[Figure]:
     def extra(variables: Any, x: Any) -> dict[str, Any]:
         batch, tokens, _ = x.shape
         _, calls = recorded(module, variables, x)
-        _, cache = module.apply(variables, x[:, :-5], None, init_layer_cache(config, "mla", batch, tokens))
+        _, cache, _ = module.apply(variables, x[:, :-5], None, init_layer_cache(config, "mla", batch, tokens))
         steps, cache = decode(module, variables, x[:, -5:], cache)
         return {"before_o_proj": calls["o_proj"][0][0], "cache_latent_normed": cache.latent[..., :rank], "cache_k_pe": cache.latent[..., rank:],
                 "decode_last5": steps}
