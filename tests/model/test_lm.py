@@ -177,6 +177,7 @@ def test_variables_and_purity(key):
     assert not any(np.any(x) for x in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_close(case):
     cfg, variables, batch, _ = case
     half = dataclasses.replace(cfg.model, dtype="bfloat16")

@@ -117,6 +117,7 @@ def accumulated(cfg, variables, batch):
     return accumulate(cfg, variables["params"], variables["router_state"], batch)
 
 
+@pytest.mark.slow
 def test_the_balance_loss_enters_the_objective_and_not_the_loss(key):
     cfg, batch = two_layers("auxiliary_loss", balance_loss=0.5), batch_of(key)
     variables = longmoe.init_variables(cfg.model, key)
