@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(PY) experiments/demo.py $(ARGS)
 
 test: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not h200 and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not h200 and not gpu and not exhaustive" $(ARGS)
 
 # One after another: they share two cores, and the suite holds each room to a time budget.
 check: $(VENV)/.installed
@@ -34,11 +34,11 @@ lint: $(VENV)/.installed
 	$(PY) -m ruff check .
 
 slow: $(VENV)/.installed
-	$(PYTEST) -m "slow and not h200 and not gpu" $(ARGS)
+	$(PYTEST) -m "slow and not h200 and not gpu and not exhaustive" $(ARGS)
 
 # The plugin stays out of .venv: with it on the path, every run on a CPU would look for a GPU first.
 h200: $(VENV)/.installed .h200/.installed
-	PYTHONPATH=$(CURDIR)/.h200 $(PYTEST) -m "h200 and not gpu" $(ARGS)
+	PYTHONPATH=$(CURDIR)/.h200 $(PYTEST) -m "h200 and not gpu and not exhaustive" $(ARGS)
 
 smoke: $(VENV)/.installed
 	rm -rf build/smoke

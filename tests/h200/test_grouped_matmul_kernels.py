@@ -52,6 +52,7 @@ def test_what_ships_spills_nothing(capfd, monkeypatch, shape, out_dtype):
     assert memory < 0.01 * 2 * (rows * k + groups * k * n + rows * n) + 2**20 + (2 * rows * n if out_dtype == "float32" else 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("operation,choice", [
     (operation, choice) for operation in ("forward", "dlhs", "drhs") for choice in tiles.candidates(operation, rows=131072, k=3584, n=6144, groups=112)])
 def test_tuning_candidates_spill_nothing(capfd, monkeypatch, operation, choice):

@@ -34,9 +34,12 @@ def states(heads, key, value):
     return S((1, heads, key, value), jnp.float32)
 
 
+EXHAUSTIVE = lambda *values: pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 # Few heads: one warpgroup of columns in a block; many: all of them.
-@pytest.mark.parametrize("save", [False, True])
-@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), (2, 128, 128), (2, 128, 64), (96, 64, 128), (96, 128, 128)])
+@pytest.mark.parametrize("save", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), EXHAUSTIVE(2, 128, 128), EXHAUSTIVE(2, 128, 64), EXHAUSTIVE(96, 64, 128), (96, 128, 128)])
 def test_forward(heads, key, value, save, monkeypatch, capfd):
     config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0, True)
     function = lambda x, s: kernels.forward(config, x, s, save)
@@ -44,14 +47,14 @@ def test_forward(heads, key, value, save, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("g_dtype,bounded", [(jnp.bfloat16, True), (jnp.float32, True), (jnp.float32, False)])
+@pytest.mark.parametrize("g_dtype,bounded", [(jnp.bfloat16, True), EXHAUSTIVE(jnp.float32, True), EXHAUSTIVE(jnp.float32, False)])
 @pytest.mark.parametrize("key", [64, 128])
 def test_preparation(key, g_dtype, bounded, packed, monkeypatch, capfd):
     config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0 if bounded else None, bounded)
     assert spilled(lambda x: kernels.prepare(config, x), (inputs(2, key, 64, g_dtype, packed, bounded),), monkeypatch, capfd) == [0]
 
 
-@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), (2, 128, 64), (2, 128, 128), (96, 64, 128), (96, 128, 128)])
+@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), EXHAUSTIVE(2, 128, 64), EXHAUSTIVE(2, 128, 128), EXHAUSTIVE(96, 64, 128), (96, 128, 128)])
 def test_backward(heads, key, value, monkeypatch, capfd):
     config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0, True)
     x, chunks = inputs(heads, key, value), 4

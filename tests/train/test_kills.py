@@ -23,6 +23,6 @@ def test_saves_survive_kills(tmp_path):
 
 @pytest.mark.slow
 def test_runs_survive_kills(tmp_path):
-    """Muon, 4 micro-batches, packed text. About half of the 20 kills are meant to strike inside a save."""
-    found = killed(tmp_path, "--kills", "20")
-    assert found["kills"] == 20 and sum(count for what, count in found["struck"].items() if what != "between saves") >= 4
+    """Muon, 4 micro-batches, packed text. About half of the kills are meant to strike inside a save; `kill_runs.py --kills 20` does more of them."""
+    found = killed(tmp_path, "--kills", "6")
+    assert found["kills"] == 6 and sum(count for what, count in found["struck"].items() if what != "between saves") >= 1

@@ -66,6 +66,7 @@ def test_dtypes(dtype, out_dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("label,changes", {
     "neighbours along rows": dict(forward=tiles.RowTiles(cluster_along="rows", band=1), dlhs=tiles.RowTiles(cols=64, cluster_along="rows"),
                                   drhs=tiles.WeightTiles(rows=64, split="cols", cluster_along="rows")),
