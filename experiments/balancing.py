@@ -22,11 +22,11 @@ from longmoe.train.metrics import read_lines
 
 ARMS: dict[str, dict[str, Any]] = {
     "quantile": dict(balancer="quantile"),
+    "none": dict(balancer="none"),
     # A run of 400 steps is short for the rate of 0.001 that suits long ones: it would move a bias by 0.4 at most.
     "sign": dict(balancer="sign", bias_rate=0.01),
     "auxiliary_loss": dict(balancer="auxiliary_loss", balance_loss=0.01),
     "load_ema": dict(balancer="load_ema"),
-    "none": dict(balancer="none"),
 }
 """Arm -> what it changes in MoEConfig."""
 
