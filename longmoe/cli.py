@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tyro
 from etils import epath
 from rich.console import Console
@@ -28,14 +29,17 @@ from rich.table import Table
 
 import pallas_kernels
 from longmoe import commands as of_runs
-from longmoe.configs import ModelConfig, TrainConfig
+from longmoe.configs import ModelConfig, TrainConfig, to_json
 from longmoe.data import command as data_command
 from longmoe.inference.planner import estimate
 from longmoe.interop.commands import export_hf, import_hf
 from longmoe.interop.folders import load_model
+from longmoe.model.lm import LongMoE
+from longmoe.parallel.rules import path_name, spec_of
 from longmoe.presets import PRESETS
 from longmoe.train.checkpoints import load_checkpoint
 from longmoe.train.loop import fit
+from longmoe.train.optim import optimizer_labels
 from longmoe.train.run_files import PACKAGES, RunPaths, installed_version
 
 
@@ -48,6 +52,8 @@ class Train(TrainConfig):
     """Deletes what earlier runs wrote into the folder and starts over."""
     resume_from: int | None = None
     """Goes on from this kept step instead of the newest, and drops the checkpoints and metrics of later steps. Every time: leave it out to resume."""
+    dry_run: bool = False
+    """Prints the config, the mesh, one line a parameter, costs and kernels, and stops. Needs no run_dir and allocates nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,13 +92,33 @@ def _fields(cfg: TrainConfig) -> dict[str, Any]:
 
 def _train(arguments: list[str]) -> None:
     parsed = tyro.cli(Train, default=Train(**_fields(_preset("train", arguments))), args=arguments, prog="longmoe train PRESET")
+    if parsed.dry_run:
+        return _dry_run(TrainConfig(**_fields(parsed)))
     if not parsed.run_dir:
         raise ValueError("run_dir: got nothing, wanted a folder for the run, as in --run-dir runs/first")
     fit(TrainConfig(**_fields(parsed)), parsed.run_dir, fresh=parsed.fresh, resume_from=parsed.resume_from)
 
 
+def _dry_run(cfg: TrainConfig) -> None:
+    """What a run of this config would be; nothing is allocated, so a config for more devices than this machine has is listed too."""
+    print(to_json(cfg))
+    variables = jax.eval_shape(LongMoE(cfg.model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    labels = jax.tree.leaves(optimizer_labels(cfg.optim, variables["params"]))
+    print(f"\n{'parameter':64s} {'shape':28s} {'dtype':10s} {'optimizer':10s} sharding")
+    for (path, leaf), label in zip(leaves, labels, strict=True):
+        name = path_name(path)
+        print(f"{name:64s} {str(list(leaf.shape)):28s} {leaf.dtype!s:10s} {label:10s} {tuple(spec_of(name))}")
+    print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
+    _print_costs(cfg)
+    print(f"\n{pallas_kernels.kernel_report()}")
+
+
 def _estimate(arguments: list[str]) -> None:
-    cfg = tyro.cli(TrainConfig, default=_preset("estimate", arguments), args=arguments, prog="longmoe estimate PRESET")
+    _print_costs(tyro.cli(TrainConfig, default=_preset("estimate", arguments), args=arguments, prog="longmoe estimate PRESET"))
+
+
+def _print_costs(cfg: TrainConfig) -> None:
     found = estimate(cfg)
     table = Table("figure", "value")
     rows = [("parameters", f"{found.total_params:,}"), ("active a token", f"{found.active_params:,}"),
