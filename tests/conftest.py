@@ -38,6 +38,13 @@ def programs_compile_once(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go():
+    """Every loaded program holds memory maps, of which Linux gives a process 65,530: the whole suite would run out of them and crash."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key() -> jax.Array:
     return jax.random.key(0)

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from etils import epath
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+# The packages first: tests/pallas_kernels would pass for the package of that name.
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from tiny_config import tiny_train
 
