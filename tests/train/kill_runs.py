@@ -24,8 +24,9 @@ import jax
 import numpy as np
 from etils import epath
 
-# The packages first: tests/pallas_kernels would pass for the package of that name.
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+# The packages before the tests: tests/pallas_kernels would pass for the package of that name.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tiny_config import tiny_train
 
