@@ -19,7 +19,7 @@ import pytest
 BUDGETS = {
     "fast": {"pallas_kernels": 300, "model": 210, "train": 260, "inference": 120, "multidevice": 120, "top": 150, "data": 30, "evaluation": 60,
              "balancing": 45, "oracle": 150, "interop": 90},
-    "slow": {"pallas_kernels": 480, "multidevice": 480, "model": 300, "train": 300, "oracle": 420},
+    "slow": {"pallas_kernels": 540, "multidevice": 540, "model": 300, "train": 300, "oracle": 420},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
 TEST_MINUTES = 15

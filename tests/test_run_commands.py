@@ -17,8 +17,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     documents = [(f"file_{i}.py", f"def function_{i}(a, b):\n    return a * {i} + b\n" * 8) for i in range(60)]
     build_corpus(folder / "corpus", documents, vocab_size=300, name="tiny", source="the test", licences=["none"])
-    for steps in (2, 3):
-        assert main(["train", "nano", "--run-dir", str(folder / "first"), "--data.path", str(folder / "corpus"), "--steps", str(steps), *TINY]) == 0
+    assert main(["train", "nano", "--run-dir", str(folder / "first"), "--data.path", str(folder / "corpus"), "--steps", "3", *TINY]) == 0
     return folder / "first"
 
 

@@ -100,11 +100,17 @@ def test_stream_gives_the_same_tokens(case):
     pieces = list(stream(model, variables, tokens[:, :31], **arguments))
     assert [piece.shape[1] for piece in pieces] == [1, STREAM_CHUNK, 3]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
-    # One row alone, ended by its second token: nothing is decoded after the piece that holds it.
-    alone = dict(arguments, prompt_lengths=jnp.asarray(LENGTHS[:1]), temperature=0.0, key=None)
-    second = int(longmoe.generate(model, variables, tokens[:1, :31], **alone)[0, 1])
-    pieces = list(stream(model, variables, tokens[:1, :31], **alone, eos_id=second))
-    assert sum(piece.shape[1] for piece in pieces) <= 1 + STREAM_CHUNK
+
+
+def test_stream_ends_when_every_row_has(case):
+    """One row, whose first token is the end: nothing is decoded after it."""
+    model, variables, tokens = case
+    arguments = dict(max_new_tokens=6, prompt_lengths=jnp.asarray(LENGTHS))
+    first = next(stream(model, variables, tokens[:, :31], **arguments))[:, 0]
+    row = int(np.flatnonzero(first == first[0])[0])
+    pieces = list(stream(model, variables, jnp.repeat(tokens[row:row + 1, :31], 3, axis=0), eos_id=int(first[row]), max_new_tokens=6,
+                         prompt_lengths=jnp.full(3, LENGTHS[row])))
+    assert len(pieces) == 1 and (pieces[0] == first[row]).all()
 
 
 def test_sampling_keeps_to_its_limits():

@@ -37,7 +37,8 @@ def single():
     return cfg, batch, two_steps(cfg, make_mesh(MeshConfig(), jax.devices()[:1]), batch)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "mixed" else pytest.mark.slow) for name in MESHES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
 def test_eight_devices_equal_one(single, name):
     cfg, batch, (want_state, want) = single
     state, got = two_steps(dataclasses.replace(cfg, mesh=MESHES[name]), make_mesh(MESHES[name]), batch)
