@@ -1,4 +1,4 @@
-"""Inputs on which the GPU kernels are checked, in the interpreter and on a GPU, with float64 results."""
+"""Inputs with float64 results on which every implementation is checked; CASES are those of the GPU kernels, in the interpreter and on a GPU."""
 from typing import Any
 
 import jax.numpy as jnp

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import UnsupportedError, grouped_matmul
-from pallas_kernels.grouped_matmul import specs, xla
+from pallas_kernels.grouped_matmul import cases, specs, xla
 from pallas_kernels.testing import rms_ratio
 
 IMPLEMENTATIONS = ("xla", "reference")
@@ -29,19 +29,7 @@ CASES = {  # rows, K, N, group sizes
 BOUNDS = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
 
 
-def inputs(rows, k, n, sizes, dtype="float32", seed=0):
-    """lhs and cotangent are NaN past the live rows. Returns float64 results too: out, dlhs, drhs."""
-    rng = np.random.default_rng(seed)
-    live, group = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
-    lhs, rhs, dout = (np.asarray(jnp.asarray(rng.normal(size=shape), dtype)).copy() for shape in ((rows, k), (len(sizes), k, n), (rows, n)))
-    lhs[live:], dout[live:] = np.nan, np.nan
-    wide = [x.astype(np.float64) for x in (lhs, rhs, dout)]
-    out, dlhs, drhs = np.zeros((rows, n)), np.zeros((rows, k)), np.zeros((len(sizes), k, n))
-    for g in range(len(sizes)):
-        mine = np.flatnonzero(group == g)
-        out[mine], dlhs[mine] = wide[0][mine] @ wide[1][g], wide[2][mine] @ wide[1][g].T
-        drhs[g] = wide[0][mine].T @ wide[2][mine]
-    return [jnp.asarray(x) for x in (lhs, rhs, np.asarray(sizes, np.int32), dout)], (out, dlhs, drhs)
+inputs = functools.partial(cases.inputs, dtype="float32")
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "preferred"))
