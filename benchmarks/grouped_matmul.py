@@ -14,7 +14,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ import numpy as np
 from pallas_kernels.grouped_matmul import cases, mosaic_gpu, tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import rows_matmul
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import weights_matmul
-from pallas_kernels.testing import rms_ratio
+from pallas_kernels.testing import median_ms, rms_ratio
 
 SHAPES = [(262144, 1024, 1024, 64), (131072, 3584, 6144, 112), (65536, 2048, 1024, 256)]
 OPERATIONS = ("forward", "dlhs", "drhs")
@@ -76,18 +75,6 @@ def error_ratio(name, got, lhs, rhs, sizes, dout, window):
 
     (error, size), _ = jax.lax.scan(one_group, (0.0, 0.0), (rhs, sizes, jnp.cumsum(sizes), jnp.arange(sizes.shape[0])))
     return jnp.sqrt(error / size)
-
-
-def median_ms(compiled, arguments, inner, outer=5):
-    jax.block_until_ready([compiled(*arguments) for _ in range(2)])
-    times = []
-    for _ in range(outer):
-        begin = time.perf_counter()
-        for _ in range(inner):
-            out = compiled(*arguments)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin) / inner * 1e3)
-    return statistics.median(times), min(times)
 
 
 def check_case(label, kind, out_dtype):
@@ -163,7 +150,7 @@ def time_shape(shape, seconds, threads):
                     compiled, took = compile_one(name, choice, sms, specs)
                 error = float(error_ratio(name, compiled(*arguments), *arguments, window))
                 record |= dict(compile_s=round(took, 2), error=error, correct=error < BOUND)
-                median, best = median_ms(compiled, arguments, inner)
+                median, best = median_ms(compiled, *arguments, inner=inner, outer=5)
                 record |= dict(ms=round(median, 4), min_ms=round(best, 4), tflops=round(2 * rows * k * n / median / 1e9, 1))
             except Exception as error:
                 record |= dict(exception=repr(error)[:600], trace=traceback.format_exc()[-600:])

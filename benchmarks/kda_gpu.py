@@ -8,7 +8,6 @@ and the rest goes on. --anchor: scripts that print one JSON line for each `B,T,H
 import argparse
 import json
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ import numpy as np
 
 from pallas_kernels import kda
 from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_tiles, specs
-from pallas_kernels.testing import outputs_and_gradients, rms_ratio
+from pallas_kernels.testing import median_ms, outputs_and_gradients, rms_ratio
 
 SHAPES = ((1, 8192, 96), (8, 2048, 32), (1, 65536, 16), (4, 4096, 16))
 WIDE = ("q", "k", "v", "g")
@@ -97,17 +96,8 @@ def prefixes():
     return result
 
 
-def median_ms(function, *arguments, inner=5, outer=7):
-    jax.block_until_ready(function(*arguments))
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(outer):
-        start = time.perf_counter()
-        for _ in range(inner):
-            out = function(*arguments)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / inner * 1e3)
-    return round(statistics.median(times), 4)
+def time_ms(function, *arguments):
+    return round(median_ms(function, *arguments, inner=5, outer=7)[0], 4)
 
 
 def device_inputs(batch, tokens, heads, width=128):
@@ -192,7 +182,7 @@ def main():
             try:
                 parts = timed_parts(*device_inputs(*map(int, text.split(","))), implementation, not arguments.no_train)
                 for name, function, values in parts:
-                    report.add(f"{implementation} {text} {name}", partial(median_ms, function, *values))
+                    report.add(f"{implementation} {text} {name}", partial(time_ms, function, *values))
             except Exception as error:
                 report.add(f"{implementation} {text}", partial(raise_again, error))
     for script in arguments.anchor:

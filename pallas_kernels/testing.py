@@ -1,4 +1,6 @@
 """Measures for checking an operator against a reference: used by the tests and the benchmarks of every operator."""
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,3 +39,17 @@ def outputs_and_gradients(function: Callable, arguments: Mapping[str, Any], cota
             return outputs, pull(jax.tree.map(lambda c, o: jnp.asarray(c, o.dtype), cotangents, outputs))[0]
 
         return jax.tree.map(np.asarray, run({n: x for n, x in arguments.items() if n not in fixed}, fixed, cotangents))
+
+
+def median_ms(function: Callable, *arguments: Any, inner: int, outer: int) -> tuple[float, float]:
+    """(median, least) milliseconds of a call, over `outer` runs of `inner` calls each, after two calls to warm up."""
+    for _ in range(2):
+        jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(outer):
+        began = time.perf_counter()
+        for _ in range(inner):
+            out = function(*arguments)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - began) / inner * 1e3)
+    return statistics.median(times), min(times)
