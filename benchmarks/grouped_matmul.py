@@ -120,9 +120,25 @@ def compile_one(name, choice, sms, specs):
     return jax.jit(operation(name, choice, sms)).lower(*specs).compile(), time.monotonic() - begin
 
 
+def compile_all(work, sms, specs, threads, deadline):
+    """{(operation, tiles): (program or None, seconds)}, none of them compiling any more: a compilation beside a timing would spoil it."""
+    def one(name, choice):
+        return (None, 0.0) if time.monotonic() > deadline else compile_one(name, choice, sms, specs)
+
+    found = {}
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for (name, choice), future in [(job, pool.submit(one, *job)) for job in work]:
+            try:
+                found[name, choice] = future.result()
+            except Exception:
+                # Lowering in threads is not promised by anybody: once more alone, when asked for.
+                found[name, choice] = None
+    return found
+
+
 def time_shape(shape, seconds, threads):
     rows, k, n, groups = shape
-    deadline, sms = time.monotonic() + seconds, jax.devices()[0].core_count
+    begin, sms = time.monotonic(), jax.devices()[0].core_count
     sizes = draw_sizes(rows, groups)
     keys = jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(lambda key, shape, scale: scale * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
@@ -133,29 +149,22 @@ def time_shape(shape, seconds, threads):
     lists = {name: tiles.candidates(name, rows=rows, k=k, n=n, groups=groups) for name in OPERATIONS}
     # Best guesses of all three operations first, so that a short budget still covers each.
     work = [(name, lists[name][i]) for i in range(max(map(len, lists.values()))) for name in OPERATIONS if i < len(lists[name])]
+    compiled = compile_all(work, sms, specs, threads, begin + seconds / 2)
     records = []
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        pending = [(name, choice, pool.submit(compile_one, name, choice, sms, specs)) for name, choice in work]
-        for name, choice, future in pending:
-            record = dict(shape=shape, operation=name, tiles=dataclasses.asdict(choice))
-            if time.monotonic() > deadline:
-                future.cancel()
+    for name, choice in work:
+        record = dict(shape=shape, operation=name, tiles=dataclasses.asdict(choice))
+        try:
+            program, took = compiled.pop((name, choice)) or compile_one(name, choice, sms, specs)
+            if program is None or time.monotonic() > begin + seconds:
                 records.append(record | dict(skipped="out of time"))
                 continue
-            try:
-                try:
-                    compiled, took = future.result()
-                except Exception:
-                    # Lowering in threads is not promised by anybody: once more alone.
-                    compiled, took = compile_one(name, choice, sms, specs)
-                error = float(error_ratio(name, compiled(*arguments), *arguments, window))
-                record |= dict(compile_s=round(took, 2), error=error, correct=error < BOUND)
-                median, best = median_ms(compiled, *arguments, inner=inner, outer=5)
-                record |= dict(ms=round(median, 4), min_ms=round(best, 4), tflops=round(2 * rows * k * n / median / 1e9, 1))
-            except Exception as error:
-                record |= dict(exception=repr(error)[:600], trace=traceback.format_exc()[-600:])
-            records.append(say(**record))
-        pool.shutdown(cancel_futures=True)
+            error = float(error_ratio(name, program(*arguments), *arguments, window))
+            record |= dict(compile_s=round(took, 2), error=error, correct=error < BOUND)
+            median, best = median_ms(program, *arguments, inner=inner, outer=5)
+            record |= dict(ms=round(median, 4), min_ms=round(best, 4), tflops=round(2 * rows * k * n / median / 1e9, 1))
+        except Exception as error:
+            record |= dict(exception=repr(error)[:600], trace=traceback.format_exc()[-600:])
+        records.append(say(**record))
     return records
 
 
