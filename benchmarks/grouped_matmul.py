@@ -14,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import serialize_executable
 
 from pallas_kernels.grouped_matmul import cases, mosaic_gpu, tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import rows_matmul
@@ -32,6 +34,13 @@ from pallas_kernels.testing import median_ms, rms_ratio
 SHAPES = [(262144, 1024, 1024, 64), (131072, 3584, 6144, 112), (65536, 2048, 1024, 256)]
 OPERATIONS = ("forward", "dlhs", "drhs")
 BOUND = 3e-3
+PLANS = {
+    "default": {},
+    "clusters": dict(forward=tiles.RowTiles(cluster_along="rows"), dlhs=tiles.RowTiles(cols=64, cluster_along="cols"),
+                     drhs=tiles.WeightTiles(cluster_along="rows")),
+    "wider than the result": dict(forward=tiles.RowTiles(), dlhs=tiles.RowTiles(cols=128), drhs=tiles.WeightTiles()),
+    "both": dict(dlhs=tiles.RowTiles(cols=128, cluster_along="rows")),
+}
 START = time.monotonic()
 
 
@@ -80,8 +89,7 @@ def error_ratio(name, got, lhs, rhs, sizes, dout, window):
 def check_case(label, kind, out_dtype):
     """Failures of one adverse case, the whole gradient rule twice, against float64; clean, and with the largest group's rows NaN."""
     case, failures = cases.CASES[label], []
-    changes = dict(forward=tiles.RowTiles(cluster_along="rows"), dlhs=tiles.RowTiles(cols=128, cluster_along="cols"),
-                   drhs=tiles.WeightTiles(cluster_along="rows")) if kind == "clusters" else {}
+    changes = PLANS[kind]
     plan = dataclasses.replace(mosaic_gpu.make_plan(*case[:3], len(case[3])), **changes)
 
     @jax.jit
@@ -101,61 +109,66 @@ def check_case(label, kind, out_dtype):
     return failures
 
 
-def small_cases(threads):
+def small_cases(pool):
     """The adverse cases of the CPU tests on real hardware, which the interpreter cannot vouch for."""
     jobs = [(label, "default", "bfloat16") for label in cases.CASES]
-    jobs += [(label, *how) for label in list(cases.CASES)[:3] for how in (("default", "float32"), ("clusters", "bfloat16"))]
+    jobs += [(label, *how) for label in list(cases.CASES)[:3] for how in (("default", "float32"), *((kind, "bfloat16") for kind in PLANS if kind != "default"))]
     failures = []
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for job, future in [(job, pool.submit(check_case, *job)) for job in jobs]:
-            try:
-                failures += future.result()
-            except Exception as error:
-                failures.append(dict(case=job, exception=repr(error)[:400]))
+    for job, future in [(job, pool.submit(check_case, *job)) for job in jobs]:
+        try:
+            failures += future.result()
+        except Exception as error:
+            failures.append(dict(case=job, exception=repr(error)[:400]))
     return say(check="small cases", jobs=len(jobs), failures=failures)
 
 
-def compile_one(name, choice, sms, specs):
-    begin = time.monotonic()
-    return jax.jit(operation(name, choice, sms)).lower(*specs).compile(), time.monotonic() - begin
+def argument_shapes(shape):
+    rows, k, n, groups = shape
+    new = jax.ShapeDtypeStruct
+    return new((rows, k), jnp.bfloat16), new((groups, k, n), jnp.bfloat16), new((groups,), jnp.int32), new((rows, n), jnp.bfloat16)
 
 
-def compile_all(work, sms, specs, threads, deadline):
-    """{(operation, tiles): (program or None, seconds)}, none of them compiling any more: a compilation beside a timing would spoil it."""
-    def one(name, choice):
-        return (None, 0.0) if time.monotonic() > deadline else compile_one(name, choice, sms, specs)
+def compile_one(name, choice, shape):
+    """(serialized program, seconds); runs in a process of its own, since lowering holds Python's lock."""
+    begin, sms = time.monotonic(), jax.devices()[0].core_count
+    compiled = jax.jit(operation(name, choice, sms)).lower(*argument_shapes(shape)).compile()
+    return serialize_executable.serialize(compiled), time.monotonic() - begin
 
-    found = {}
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for (name, choice), future in [(job, pool.submit(one, *job)) for job in work]:
-            try:
-                found[name, choice] = future.result()
-            except Exception:
-                # Lowering in threads is not promised by anybody: once more alone, when asked for.
-                found[name, choice] = None
+
+def compile_all(work, shape, pool, deadline):
+    """{(operation, tiles): (program, seconds) or the error}, none of them compiling any more: a compilation beside a timing would spoil it."""
+    found, pending = {}, [(job, pool.submit(compile_one, *job, shape)) for job in work]
+    for job, future in pending:
+        try:
+            serialized, took = future.result(max(deadline - time.monotonic(), 0))
+            found[job] = serialize_executable.deserialize_and_load(*serialized), took
+        except Exception as error:
+            future.cancel()
+            found[job] = error
     return found
 
 
-def time_shape(shape, seconds, threads):
+def time_shape(shape, seconds, pool):
     rows, k, n, groups = shape
-    begin, sms = time.monotonic(), jax.devices()[0].core_count
+    begin = time.monotonic()
     sizes = draw_sizes(rows, groups)
     keys = jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(lambda key, shape, scale: scale * jax.random.normal(key, shape, jnp.bfloat16), static_argnums=1)
     arguments = (draw(keys[0], (rows, k), 1.0), draw(keys[1], (groups, k, n), 0.02), jnp.asarray(sizes), draw(keys[2], (rows, n), 1.0))
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     window = int(-(-sizes.max() // 128) * 128)
     inner = max(4, int(24e12 / (2 * rows * k * n)))
     lists = {name: tiles.candidates(name, rows=rows, k=k, n=n, groups=groups) for name in OPERATIONS}
     # Best guesses of all three operations first, so that a short budget still covers each.
     work = [(name, lists[name][i]) for i in range(max(map(len, lists.values()))) for name in OPERATIONS if i < len(lists[name])]
-    compiled = compile_all(work, sms, specs, threads, begin + seconds / 2)
+    compiled = compile_all(work, shape, pool, begin + seconds / 2)
     records = []
     for name, choice in work:
         record = dict(shape=shape, operation=name, tiles=dataclasses.asdict(choice))
         try:
-            program, took = compiled.pop((name, choice)) or compile_one(name, choice, sms, specs)
-            if program is None or time.monotonic() > begin + seconds:
+            if isinstance(compiled[name, choice], Exception):
+                raise compiled[name, choice]
+            program, took = compiled.pop((name, choice))
+            if time.monotonic() > begin + seconds:
                 records.append(record | dict(skipped="out of time"))
                 continue
             error = float(error_ratio(name, program(*arguments), *arguments, window))
@@ -195,27 +208,33 @@ def commit():
         return ""
 
 
+def measure(options, anchors, pool):
+    """Checks, then times every shape; rewrites options.out after each."""
+    begin, device = time.monotonic(), jax.devices()[0]
+    result = dict(operator="grouped_matmul", implementation="mosaic_gpu", dtype="bfloat16", device=device.device_kind, commit=commit(),
+                  versions=dict(jax=jax.__version__, jaxlib=jax.lib.__version__, python=sys.version.split()[0], platform=device.client.platform_version),
+                  command=" ".join(["python", *sys.argv]), anchors=anchors, checks=options.checks and small_cases(pool), records=[], best={})
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for done, index in enumerate(options.shapes):
+        left = options.seconds - (time.monotonic() - begin)
+        result["records"] += time_shape(SHAPES[index], left / (len(options.shapes) - done), pool)
+        result["best"] = best_of(result["records"])
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grouped_matmul_gpu.json"))
     parser.add_argument("--seconds", type=float, default=220, help="stop timing new candidates then; anchors are extra")
-    parser.add_argument("--threads", type=int, default=min(8, os.cpu_count() or 1), help="compilations at a time")
+    parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="compilations at a time")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="indices of the shapes to time")
     parser.add_argument("--anchors", nargs="*", default=[])
     parser.add_argument("--checks", action=argparse.BooleanOptionalAction, default=True, help="the small adverse cases first")
     options = parser.parse_args()
     anchors = run_anchors(options.anchors)
-    begin = time.monotonic()
-    device = jax.devices()[0]
-    result = dict(operator="grouped_matmul", implementation="mosaic_gpu", dtype="bfloat16", device=device.device_kind, commit=commit(),
-                  versions=dict(jax=jax.__version__, jaxlib=jax.lib.__version__, python=sys.version.split()[0], platform=device.client.platform_version),
-                  command=" ".join(["python", *sys.argv]), anchors=anchors, checks=options.checks and small_cases(options.threads), records=[], best={})
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for done, index in enumerate(options.shapes):
-        left = options.seconds - (time.monotonic() - begin)
-        result["records"] += time_shape(SHAPES[index], left / (len(options.shapes) - done), options.threads)
-        result["best"] = best_of(result["records"])
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+        result = measure(options, anchors, pool)
     for name, best in result["best"].items():
         say(best=name, **best)
 

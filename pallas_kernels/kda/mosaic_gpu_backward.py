@@ -43,6 +43,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     across,
     beta_rows,
     by_tile,
+    column_sums,
     columns,
     down,
     input_names,
@@ -163,7 +164,7 @@ def _load_states(r: dict, index: tuple[Array, Array, Array], wg: Array, value_sl
 def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Array | None) -> tuple[Array, Array, Array]:
     """-> gradients from the states: of the reads' and of the writes' rows but for the left factor, of k as a column.
 
-    Leaves in r["rows"][1] what spans the whole chunk.
+    Leaves in r["rows"][1] and [2] the two parts of the log decay's gradient that are one for the whole chunk.
     """
     value_slabs = r["d"].shape[0]
     tile = lambda i, s: r["tiles"].at[wg, i + s]
@@ -176,7 +177,13 @@ def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Arra
     through = plgpu.load(r["rows"].at[wg, 0], layout=COLUMNS, optimized=False) * jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
     through = through if m.carry is None else jnp.where(m.carry, through, 0.0)
     k = scaled(r["k"], wg, k_scale, m.valid)
-    r["rows"].at[wg, 1][...] = through + jnp.sum(jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0), axis=0)
+    r["rows"].at[wg, 1][...] = through
+    high, low, ends = tile(2, 0), r["tiles"].at[wg, 3], r["left_k"].at[wg]
+    for ref, part in zip((high, low), split(jnp.where(iota(0) < CHUNK - 1, k * dk, 0.0))):
+        ref[...] = part
+    ends[...] = jnp.where(iota(0) <= iota(1), 1.0, 0.0).astype(BF16)
+    plgpu.commit_smem()
+    r["rows"].at[wg, 2][...] = column_sums(((high, low),), ends)[0]
     # Less the left factor of the scores, which multiplies all of a row's terms in the end.
     entering = kept(m.entry, jnp.exp2(by_tile(table, ENTERING) - BALANCE))
     return product(*pairs(r["left"].at[0], 0)) * entering, product(*pairs(r["left"].at[1], 0)) * entering, dk
@@ -228,14 +235,20 @@ def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> No
         tile(i)[...] = part
     tile(2)[...] = jnp.where(iota(0) <= iota(1), 1.0, 0.0).astype(BF16)
     plgpu.commit_smem()
-    dg = product((tile(2), tile(0)), (tile(2), tile(1))) + across(plgpu.load(r["rows"].at[wg, 1], layout=COLUMNS, optimized=False))
+    dg = product((tile(2), tile(0)), (tile(2), tile(1)))
+    dg = dg + across(sum(plgpu.load(r["rows"].at[wg, i], layout=COLUMNS, optimized=False) for i in (1, 2)))
     if config.bound is not None:
         g, bias = raw_gate(r, wg, True)
         g = kept(m.valid, g)
         sigmoid = 1.0 / (1.0 + jnp.exp2((r["rate"] * g + across(bias)) * -LOG2E))
         dz = kept(m.valid, dg * (config.bound * sigmoid) * (1.0 - sigmoid))
-        r["sums"].at[wg, 0][...] = jnp.sum(dz, axis=0)
-        r["sums"].at[wg, 1][...] = jnp.sum(dz * g, axis=0)
+        pairs = ((tile(0), tile(1)), (tile(3), r["left_k"].at[wg]))
+        for pair, x in zip(pairs, (dz, dz * g)):
+            for ref, part in zip(pair, split(x)):
+                ref[...] = part
+        plgpu.commit_smem()
+        for i, total in enumerate(column_sums(pairs, tile(2))):
+            r["sums"].at[wg, i][...] = total
         dg = r["rate"] * dz
     r["g"].at[wg][...] = kept(m.valid, dg).astype(r["g"].dtype)
 

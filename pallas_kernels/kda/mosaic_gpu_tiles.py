@@ -85,6 +85,15 @@ def split(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(F32)).astype(BF16)
 
 
+def column_sums(pairs: tuple[tuple[Any, Any], ...], ends: Any) -> list[Array]:
+    """Sums over the rows of each x = high + low in shared memory, one entry per column, laid out as ROWS. ends: a tile whose last column is ones.
+
+    Not jnp.sum over rows: the warps of a warpgroup exchange its partial sums through one buffer that all warpgroups of the block share.
+    """
+    last = iota(1) == CHUNK - 1
+    return [jnp.sum(jnp.where(last, product((transposed(high), ends), (transposed(low), ends)), 0.0), axis=1) for high, low in pairs]
+
+
 # ---------------------------------------------------------------- decays and factors
 
 
