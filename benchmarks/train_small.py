@@ -1,6 +1,6 @@
 """Trains the `small` preset at 8,192 tokens on this GPU through `longmoe.fit`, and writes down how fast it went. JSON and a picture of the loss.
 
-    python benchmarks/train_small.py --data TOKEN_FOLDER [--steps 200] [--batch-size 2] [--implementation xla] [--out benchmarks/results/small_8k_xla]
+    python benchmarks/train_small.py --data TOKEN_FOLDER [--steps 200] [--batch-size 2] [--implementation xla] [--resume] [--out benchmarks/results/small_8k_xla]
 
 TOKEN_FOLDER comes from `longmoe data build TOKEN_FOLDER --text FOLDER --vocab-size 32768`. OUT.json holds tokens/s and MFU (medians over the second half of
 the steps), the seconds from the call of `fit` to the end of the first step, compilation included, peak memory and the loss of every step; OUT.png the curve.
@@ -30,11 +30,11 @@ def config(options):
         checkpoint=dataclasses.replace(cfg.checkpoint, every=options.steps))
 
 
-def watch(path, seen):
-    """Notes when the first step's line appears in a metrics.jsonl that earlier runs did not leave there."""
-    while not (path.exists() and path.read_text()):
+def watch(metrics, target, began):
+    """Writes to `target` how long the first step's line took to appear in a metrics.jsonl that earlier runs did not leave there."""
+    while not (metrics.exists() and metrics.read_text()):
         time.sleep(0.05)
-    seen.append(time.monotonic())
+    target.write_text(str(time.monotonic() - began))
 
 
 def summary(options, cfg, lines, first_step_seconds, total_seconds, run):
@@ -58,16 +58,19 @@ def main():
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--implementation", default="xla")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped; the seconds of its first start are kept")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/small_8k_xla"))
     options = parser.parse_args()
     cfg = config(options)
-    shutil.rmtree(options.run_dir, ignore_errors=True)
-    began, seen = time.monotonic(), []
-    threading.Thread(target=watch, args=(options.run_dir / "metrics.jsonl", seen), daemon=True).start()
+    if not options.resume:
+        shutil.rmtree(options.run_dir, ignore_errors=True)
+    began, first_seconds = time.monotonic(), options.run_dir / "first_step_seconds"
+    if not first_seconds.exists():
+        threading.Thread(target=watch, args=(options.run_dir / "metrics.jsonl", first_seconds, began), daemon=True).start()
     run = longmoe.fit(cfg, options.run_dir)
     total = time.monotonic() - began
     lines = read_lines(run.paths.metrics)
-    first = seen[0] - began
+    first = float(first_seconds.read_text())
     result = summary(options, cfg, lines, first, total, json.loads(run.paths.run_json.read_text()))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")

@@ -19,6 +19,10 @@ FLAT_HEADS = r".*/(kda/(q|k|v)_proj|mla/q_b_proj)/kernel"
 KEY_VALUE = r".*/mla/kv_b_proj"
 """MLA's expansion [rank, H, nope + v]: a head's keys, then its values."""
 
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
+"""Coefficients of Muon's five steps (Jordan et al. 2024). A row a step, since optax scans over rows: one row would be unrolled, and those products
+were four in five of all matrix products that XLA had to compile in a train step."""
+
 
 def learning_rate(cfg: TrainConfig, step: Int[Array, ""]) -> Float[Array, ""]:
     """Linear from 0 over warmup_steps, then by OptimConfig.schedule; float32."""
@@ -60,7 +64,7 @@ def _muon(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformatio
 
     The momentum is kept in the parameter's own shape, and so lies on the mesh like the parameter; matrices are cut out of it for the update only.
     """
-    inner = optax.contrib.scale_by_muon(beta=optim.muon_momentum, weight_dimension_numbers=_dimension_numbers)
+    inner = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=optim.muon_momentum, weight_dimension_numbers=_dimension_numbers)
 
     def cut(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, x: _cut(optim, model, path_name(path), x), tree)
