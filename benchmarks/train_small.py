@@ -1,6 +1,7 @@
 """Trains the `small` preset at 8,192 tokens on this GPU through `longmoe.fit`, and writes down how fast it went. JSON and a picture of the loss.
 
-    python benchmarks/train_small.py --data TOKEN_FOLDER [--steps 200] [--batch-size 2] [--implementation xla] [--resume] [--out benchmarks/results/small_8k_xla]
+    python benchmarks/train_small.py --data TOKEN_FOLDER [--steps 200] [--batch-size 2] [--implementation xla] [--resume]
+        [--out benchmarks/results/small_8k_xla]
 
 TOKEN_FOLDER comes from `longmoe data build TOKEN_FOLDER --text FOLDER --vocab-size 32768`. OUT.json holds tokens/s and MFU (medians over the second half of
 the steps), the seconds from the call of `fit` to the end of the first step, compilation included, peak memory and the loss of every step; OUT.png the curve.

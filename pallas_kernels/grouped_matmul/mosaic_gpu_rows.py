@@ -142,8 +142,11 @@ def _operands(lhs_smem, rhs_smem, row_offset, col_offset, tiles, transpose_rhs, 
 
 
 def _store_rows(strip, out, row, col, begin, end):
-    """Rows [begin, end) of a staged strip, at least one, to out[row + begin:, col:], as one group of copies."""
-    size, count = strip.shape[0], end - begin
+    """Rows [begin, end) of a staged strip, at least one, to out[row + begin:, col:], as one group of copies; none past the last column.
+
+    The copy engine would not always drop those: where `out` is as wide as one strip, its descriptor has no dimension that could tell.
+    """
+    size, count = strip.shape[0], jnp.where(col < out.shape[1], end - begin, 0)
     cols = pl.ds(pl.multiple_of(col, strip.shape[1]), strip.shape[1])
     while size:
         def copy(size=size, begin=begin):

@@ -156,7 +156,10 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
 
             def store(strip, offset):
                 col = pl.multiple_of(item.col + col_offset + offset, strip.shape[1])
-                plgpu.copy_smem_to_gmem(strip, to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])])
+                target = to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])]
+                # Past the last column: see `_store_rows` of the other kernel.
+                pl.when(col < out.shape[2])(lambda: plgpu.copy_smem_to_gmem(strip, target, commit_group=False))
+                plgpu.commit_smem_to_gmem_group()
 
             def with_accumulator(acc):
                 multiply_stages(acc, operands, wait, empty, item.at, item.steps, tiles.stages)

@@ -96,26 +96,26 @@ def block_width(n: int) -> int:
 
 
 _ROW_CANDIDATES = (
-    RowTiles(),
     RowTiles(cluster_along="rows", band=8),
-    RowTiles(cluster_along="cols"),
-    RowTiles(band=4),
-    RowTiles(band=64),
-    RowTiles(rows=256, cols=128, out_slots=1, band=8),
-    RowTiles(rows=256, cols=128, out_slots=1, band=8, cluster_along="cols"),
-    RowTiles(rows=256, cols=192, stages=3, out_slots=1, band=8),
-    RowTiles(rows=64, split="cols", stages=5, out_slots=1, band=32),
     RowTiles(stages=3, out_slots=4),
+    RowTiles(stages=3, out_slots=4, cluster_along="rows", band=8),
+    RowTiles(stages=3, out_slots=4, cluster_along="rows", band=4),
+    RowTiles(stages=3, out_slots=4, cluster_along="cols"),
+    RowTiles(rows=64, split="cols", band=32),
+    RowTiles(rows=64, split="cols", cluster_along="rows", band=16),
+    RowTiles(rows=64, split="cols", cluster_along="cols", band=16),
+    RowTiles(rows=256, cols=128, stages=3, band=8, cluster_along="cols"),
+    RowTiles(stages=3, out_slots=4, band=32),
 )
 _WEIGHT_CANDIDATES = (
-    WeightTiles(),
-    WeightTiles(cluster_along="rows", band=4),
-    WeightTiles(cluster_along="cols"),
-    WeightTiles(band=4),
     WeightTiles(band=16),
     WeightTiles(lag=1),
-    WeightTiles(rows=256, cols=128, out_slots=1, band=4),
-    WeightTiles(cols=192, stages=5, out_slots=1, lag=3),
+    WeightTiles(stages=3, lag=1, out_slots=4),
+    WeightTiles(stages=3, lag=1, out_slots=4, cluster_along="rows", band=4),
+    WeightTiles(stages=3, lag=1, out_slots=4, cluster_along="cols"),
+    WeightTiles(cluster_along="rows", band=4),
+    WeightTiles(rows=256, cols=128, stages=3, lag=1, band=4),
+    WeightTiles(rows=64, split="cols", lag=2),
 )
 
 
