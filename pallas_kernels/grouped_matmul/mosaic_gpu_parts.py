@@ -52,19 +52,33 @@ def strip_columns(dtype: Any) -> int:
     return 128 // jnp.dtype(dtype).itemsize
 
 
-def stage_strips(result: Any, mine: Any, store: Any) -> None:
+def stage_strips(result: Any, mine: Any, store: Any, room: Any = None) -> None:
     """Stages result [rows, cols] strip by strip in mine [slots, rows, strip] and calls store(staged strip, first column) for each.
 
-    `store` must commit exactly one group of copies. A slot is written again when the copies out of it have been read.
+    `store` must commit exactly one group of copies. A slot is written again when the copies out of it have been read. room: how many of the columns
+    there are in the result's array, None for all. Strips past those must not be left to the copy engine to drop: where the array is as wide as
+    one strip, its descriptor has no dimension that could tell.
     """
     slots, _, width = mine.shape
     strips = result.shape[1] // width
     for s in range(strips):
-        # The last result's last strip may have used the slot that this one starts with.
-        plgpu.wait_smem_to_gmem(0 if s == 0 and strips % slots else slots - 1, wait_read_only=True)
-        mine[s % slots] = result[:, s * width:(s + 1) * width].astype(mine.dtype)
-        plgpu.commit_smem()
-        store(mine.at[s % slots], s * width)
+        def one_strip(s=s):
+            # The last result's last strip may have used the slot that this one starts with.
+            plgpu.wait_smem_to_gmem(0 if s == 0 and strips % slots else slots - 1, wait_read_only=True)
+            mine[s % slots] = result[:, s * width:(s + 1) * width].astype(mine.dtype)
+            plgpu.commit_smem()
+            store(mine.at[s % slots], s * width)
+        if room is None:
+            one_strip()
+        else:
+            pl.when(s * width < room)(one_strip)
+            # Then fewer groups are in flight than the next result counts on.
+            pl.when(s * width >= room)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+
+def columns_left(out: Any, tiles: Tiles, column: Any) -> Any:
+    """`room` of `stage_strips` for a result that starts at `column`: None where blocks cover the columns exactly."""
+    return None if out.shape[-1] % tiles.item_cols == 0 else out.shape[-1] - column
 
 
 def multiply_stages(acc: Any, operands: Any, wait: Any, empty: Any, at: Any, steps: Any, stages: int) -> None:

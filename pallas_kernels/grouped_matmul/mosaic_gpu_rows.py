@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     COMPILER_PARAMS,
     COMPUTE_WARPGROUPS,
     await_all_freed,
+    columns_left,
     freed_barrier,
     launch,
     load_pair,
@@ -112,7 +113,8 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
             def _():
                 def with_accumulator(acc):
                     multiply_stages(acc, operands, lambda _, slot: plgpu.barrier_wait(full.at[slot]), empty, turn * steps, steps, tiles.stages)
-                    stage_strips(acc[...].astype(out.dtype), mine, lambda strip, at: _store_rows(strip, out, first, out_col + at, begin, end))
+                    stage_strips(acc[...].astype(out.dtype), mine, lambda strip, at: _store_rows(strip, out, first, out_col + at, begin, end),
+                                 columns_left(out, tiles, out_col))
                 pl.run_scoped(with_accumulator, plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32))
 
             @pl.when(end <= begin)
@@ -142,11 +144,8 @@ def _operands(lhs_smem, rhs_smem, row_offset, col_offset, tiles, transpose_rhs, 
 
 
 def _store_rows(strip, out, row, col, begin, end):
-    """Rows [begin, end) of a staged strip, at least one, to out[row + begin:, col:], as one group of copies; none past the last column.
-
-    The copy engine would not always drop those: where `out` is as wide as one strip, its descriptor has no dimension that could tell.
-    """
-    size, count = strip.shape[0], jnp.where(col < out.shape[1], end - begin, 0)
+    """Rows [begin, end) of a staged strip, at least one, to out[row + begin:, col:], as one group of copies."""
+    size, count = strip.shape[0], end - begin
     cols = pl.ds(pl.multiple_of(col, strip.shape[1]), strip.shape[1])
     while size:
         def copy(size=size, begin=begin):

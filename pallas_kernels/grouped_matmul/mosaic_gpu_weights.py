@@ -18,6 +18,7 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     COMPILER_PARAMS,
     COMPUTE_WARPGROUPS,
     await_all_freed,
+    columns_left,
     freed_barrier,
     launch,
     load_pair,
@@ -156,14 +157,11 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
 
             def store(strip, offset):
                 col = pl.multiple_of(item.col + col_offset + offset, strip.shape[1])
-                target = to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])]
-                # Past the last column: see `_store_rows` of the other kernel.
-                pl.when(col < out.shape[2])(lambda: plgpu.copy_smem_to_gmem(strip, target, commit_group=False))
-                plgpu.commit_smem_to_gmem_group()
+                plgpu.copy_smem_to_gmem(strip, to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])])
 
             def with_accumulator(acc):
                 multiply_stages(acc, operands, wait, empty, item.at, item.steps, tiles.stages)
-                stage_strips(acc[...].astype(out.dtype), out_smem.at[warpgroup], store)
+                stage_strips(acc[...].astype(out.dtype), out_smem.at[warpgroup], store, columns_left(out, tiles, item.col + col_offset))
             accumulator = plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32)
             pl.when(item.real)(lambda: pl.run_scoped(with_accumulator, accumulator))
         for_each_item(visit, None)
