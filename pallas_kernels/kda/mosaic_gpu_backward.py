@@ -173,7 +173,7 @@ def _state_terms(r: dict, m: Masks, c: Any, table: Any, wg: Array, k_scale: Arra
     for s in range(value_slabs):
         remaining = remaining + jnp.sum(tile(0, s)[...].astype(F32) * tile(2, s)[...].astype(F32), axis=1)
     r["rows"].at[wg, 0][...] = remaining
-    dk = product(*pairs(r["d"], 2)) * kept(m.exit, jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False)))
+    dk = product(*pairs(r["d"], 2)) * kept(m.exit, jnp.exp2(by_tile(table, LEAVING) - running(c)))
     through = plgpu.load(r["rows"].at[wg, 0], layout=COLUMNS, optimized=False) * jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
     through = through if m.carry is None else jnp.where(m.carry, through, 0.0)
     k = scaled(r["k"], wg, k_scale, m.valid)
@@ -211,21 +211,26 @@ def _score_terms(r: dict, config: Config, m: Masks, c: Any, table: Any, wg: Arra
     tile = lambda i: r["tiles"].at[wg, i]
     apart = iota(0) // TILE - iota(1) // TILE
     keys = lambda: scaled(r["k"], wg, scales[1], m.valid)
-    tile(3)[...] = (scaled(r["q"], wg, scales[0], m.valid) * config.scale * left_factor(c)).astype(BF16)
-    r["left_k"].at[wg][...] = (keys() * down(beta_rows(r)) * left_factor(c)).astype(BF16)
+    tile(3)[...] = (scaled(r["q"], wg, scales[0], m.valid) * config.scale * left_factor(running(c))).astype(BF16)
+    r["left_k"].at[wg][...] = (keys() * down(beta_rows(r)) * left_factor(running(c))).astype(BF16)
 
     def step(distance, sums):
         dq, row, dk = sums
         for i in range(2):
             tile(i)[...] = jnp.where(apart == distance, r["left"].at[i, 0][...].astype(F32), 0.0).astype(BF16)
-        tile(2)[...] = (keys() * right_factor(c, table, distance)).astype(BF16)
+        tile(2)[...] = (keys() * right_factor(running(c), table, distance)).astype(BF16)
         plgpu.commit_smem()
-        dk = dk + right_factor(c, table, distance) * product((transposed(tile(0)), tile(3)), (transposed(tile(1)), r["left_k"].at[wg]))
+        dk = dk + right_factor(running(c), table, distance) * product((transposed(tile(0)), tile(3)), (transposed(tile(1)), r["left_k"].at[wg]))
         return dq + product((tile(0), tile(2))), row + product((tile(1), tile(2))), dk
 
     # A loop, not unrolled: the compiler would hoist loads of all four distances and spill.
     dq, row, dk = lax.fori_loop(0, 4, step, sums)
-    return dq * left_factor(c), row * left_factor(c), dk
+    return dq * left_factor(running(c)), row * left_factor(running(c)), dk
+
+
+def running(c: Any) -> Array:
+    """The running sums, from shared memory each time: they would not fit into the registers beside all else."""
+    return plgpu.load(c, layout=WGMMA, optimized=False)
 
 
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
@@ -269,7 +274,7 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     _join(r, groups)
     c, table = columns(r["c"].at[wg], 0), r["sums"].at[wg]
     tile = lambda i: r["tiles"].at[wg, i]
-    running_sums(config, r, [wg], [c], m.valid, [tile(0)], [tile(1)], tile(2))
+    (c[...],) = running_sums(config, r, [wg], m.valid, [tile(0)], [tile(1)], tile(2))
     plgpu.commit_smem()
     _load_states(r, index, wg, value_slabs)
     tile_sums(c, table)

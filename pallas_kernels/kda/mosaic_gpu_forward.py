@@ -111,28 +111,27 @@ def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, .
     plgpu.barrier_wait(refs["barrier"])
 
 
-def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], slabs: int) -> None:
-    """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q."""
-    for s in range(slabs):
-        c, table = columns(refs["c"], s), refs["sums"].at[s]
-        tile_sums(c, table)
-        entering = jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + by_tile(table, ENTERING))
+def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], cs: list[Array]) -> None:
+    """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q. cs: running sums of each slab."""
+    for s, c in enumerate(cs):
+        table = refs["sums"].at[s]
+        entering = jnp.exp2(c + by_tile(table, ENTERING))
         q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
         refs["x1"].at[s][...] = kept(m.entry, q * entering).astype(BF16)
         k = scaled(refs["k"], s, scales[1], m.valid) * down(beta_rows(refs))
         refs["x2"].at[s][...] = kept(m.entry, k * entering).astype(BF16)
         q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
         refs["q"].at[s][...] = (q * left_factor(c)).astype(BF16)
-        leaving = jnp.exp2(by_tile(table, LEAVING) - plgpu.load(c, layout=WGMMA, optimized=False))
+        leaving = jnp.exp2(by_tile(table, LEAVING) - c)
         refs["x3"].at[s][...] = kept(m.exit, scaled(refs["k"], s, scales[1], m.valid) * leaving).astype(BF16)
         whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
         columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
 
 
-def _score_factors(refs: dict, m: Masks, k_scale: Array | None, slabs: int) -> None:
+def _score_factors(refs: dict, m: Masks, k_scale: Array | None, cs: list[Array]) -> None:
     """The left factor of k -> x1; its right factors for tiles that are 0, 1, 2, 3 apart -> x2, x3, x4 and in place of k."""
-    for s in range(slabs):
-        c, table = columns(refs["c"], s), refs["sums"].at[s]
+    for s, c in enumerate(cs):
+        table = refs["sums"].at[s]
         refs["x1"].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * left_factor(c)).astype(BF16)
         for distance, right in enumerate(("x2", "x3", "x4", "k")):
             refs[right].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * right_factor(c, table, distance)).astype(BF16)
@@ -150,6 +149,7 @@ def scores(refs: dict, left: str, slabs: int) -> Array:
 def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) -> None:
     refs = dict(zip(names, refs))
     refs.setdefault("x4", refs["g"])
+    refs["x3"], c_s, a_s = refs["x3"]
     slabs = key // SLAB
     index = b, h, n = tuple(lax.axis_index(name) for name in ("b", "h", "n"))
     if config.bound is not None:
@@ -157,24 +157,28 @@ def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) 
     load_chunk(refs, index, ("q", "k", "g"), slabs)
     m = masks(refs, index)
     each = range(slabs)
-    running_sums(config, refs, list(each), [columns(refs["c"], s) for s in each], m.valid, [refs["x1"].at[s] for s in each],
-                 [refs["x2"].at[s] for s in each], refs["x3"].at[0])
+    # In registers from here on: with them in shared memory a multiprocessor would hold one block, and most of a block's time is latency.
+    cs = []
+    for c in running_sums(config, refs, list(each), m.valid, [refs["x1"].at[s] for s in each], [refs["x2"].at[s] for s in each], refs["x4"].at[0]):
+        c_s[...] = c
+        tile_sums(c_s, refs["sums"].at[len(cs)])
+        cs.append(c)
     scales = tuple(row_scale(refs[name], config.normalize, slabs) for name in ("q", "k"))
-    _outgoing(config, refs, m, scales, slabs)
+    _outgoing(config, refs, m, scales, cs)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs["decay"], refs["decay_out"].at[b, h, n])
     for name, ref in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
         for s in range(slabs):
             plgpu.copy_smem_to_gmem(refs[ref].at[s], columns(refs[f"{name}_out"].at[b, h, n], s))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _score_factors(refs, m, scales[1], slabs)
+    _score_factors(refs, m, scales[1], cs)
     plgpu.commit_smem()
     p = scores(refs, "q", slabs)
     refs["q"].at[0][...] = kept(visible(refs, iota(0) >= iota(1)), p).astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs["q"].at[0], refs["p_out"].at[b, h, n])
     a = scores(refs, "x1", slabs) * down(beta_rows(refs))
-    t = inverse(kept(visible(refs, iota(0) > iota(1)), a), refs["a"], [refs[name].at[0] for name in ("k", "x2", "x3", "x4")])
+    t = inverse(kept(visible(refs, iota(0) > iota(1)), a), a_s, [refs[name].at[0] for name in ("k", "x1", "x2", "x4")])
     refs["x1"].at[0][...] = t.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(refs["x1"].at[0], refs["t_out"].at[b, h, n])
@@ -204,8 +208,8 @@ def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict
     if g_dtype != BF16:
         names["x4"] = wide()
     # The padding of 8 columns spreads the rows over the banks.
-    return names | dict(x1=wide(), x2=wide(), x3=wide(), c=plgpu.SMEM((CHUNK, key + 8), F32),
-                        a=plgpu.SMEM((CHUNK, TILE + 8), F32), sums=plgpu.SMEM((slabs, SUMS, SLAB), F32), decay=plgpu.SMEM((key,), F32))
+    spare = plgpu.RefUnion(wide(), plgpu.SMEM((CHUNK, SLAB), F32), plgpu.SMEM((CHUNK, TILE + 8), F32))
+    return names | dict(x1=wide(), x2=wide(), x3=spare, sums=plgpu.SMEM((slabs, SUMS, SLAB), F32), decay=plgpu.SMEM((key,), F32))
 
 
 def prepare(config: Config, x: Inputs) -> Prepared:

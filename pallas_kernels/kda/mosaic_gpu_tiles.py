@@ -8,6 +8,7 @@ Decays are in bits (log2).
 Documents need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
 """
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ SLAB = 64
 LOG2E = math.log2(math.e)
 BALANCE = 57.0
 """Bits that the left factors are scaled up by and the right ones down: both then stay in the middle of bfloat16's range."""
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0)
+"""No scratch for sums over rows (see `column_sums`): with it they would compile, and race."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
 """Layouts of a vector with one entry per row, per column of a register array."""
@@ -125,7 +127,7 @@ ENTERING, LEAVING = (None, 0, 4, 8), (WHOLE, 9, 6, 3)
 
 
 def tile_sums(c: Any, table: Any) -> None:
-    """Running sums c [64, 64 + ...] -> the table [SUMS, 64]."""
+    """Running sums c [64, 64 + ...] in shared memory -> the table [SUMS, 64]."""
     t = [plgpu.load(c.at[TILE * (i + 1) - 1, pl.ds(0, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
     late = t[2] + t[3]
     # Not jnp.zeros: a splat has no layout in which it could be stored.
@@ -144,18 +146,17 @@ def by_tile(table: Any, rows: tuple[Any, ...]) -> Array:
     return result
 
 
-def right_factor(c: Any, table: Any, distance: Any) -> Array:
-    """What multiplies column j of the scores with tiles `distance` (an integer, traced or not) apart, float32 [64, 64]."""
-    running = plgpu.load(c, layout=WGMMA, optimized=False)
+def right_factor(running: Array, table: Any, distance: Any) -> Array:
+    """What multiplies column j of the scores with tiles `distance` (an integer, traced or not) apart, float32 [64, 64], from the running sums."""
     if isinstance(distance, int):
         return jnp.exp2((by_tile(table, tuple(4 * (distance - 1) + i for i in range(4))) if distance else 0.0) - running - BALANCE)
     reach = by_tile(table, tuple(4 * jnp.maximum(distance - 1, 0) + i for i in range(4)))
     return jnp.exp2(jnp.where(distance > 0, 1.0, 0.0) * reach - running - BALANCE)
 
 
-def left_factor(c: Any) -> Array:
+def left_factor(running: Array) -> Array:
     """What multiplies row i of the scores."""
-    return jnp.exp2(plgpu.load(c, layout=WGMMA, optimized=False) + BALANCE)
+    return jnp.exp2(running + BALANCE)
 
 
 def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
@@ -164,20 +165,21 @@ def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
     return refs["g"].at[s][...].astype(F32), bias
 
 
-def running_sums(config: Config, refs: dict, slabs: list[Any], cs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> None:
-    """Running sums of the log decay inside each tile, float32, for some slabs -> cs. highs, lows, ones: scratch tiles.
+def running_sums(config: Config, refs: dict, slabs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> Iterator[Array]:
+    """Running sums of the log decay inside each tile, float32 [64, 64], for some slabs. highs, lows, ones: scratch tiles.
 
     A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
     """
-    row, column = iota(0), iota(1)
-    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
     for s, high, low in zip(slabs, highs, lows):
         parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
         for ref, part in zip((high, low), parts):
             ref[...] = part
+    # Last, since it may take the gate's place.
+    row, column = iota(0), iota(1)
+    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
     plgpu.commit_smem()
-    for c, high, low in zip(cs, highs, lows):
-        c[...] = product((ones, high), (ones, low))
+    for high, low in zip(highs, lows):
+        yield product((ones, high), (ones, low))
 
 
 def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
