@@ -32,12 +32,10 @@ class Operator:
 
     unmet: implementation name -> function of the call's static facts that returns every unmet requirement as a sentence.
     example: the facts of a typical call; `kernel_report` shows what would run for it on this machine.
-    held_back: implementation name -> why `auto` passes it over though it can run. By name it runs.
     """
     name: str
     unmet: Mapping[str, Callable[..., list[str]]]
     example: Mapping[str, Any]
-    held_back: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def register(operator: Operator) -> Operator:
@@ -88,14 +86,26 @@ def choose(operator: Operator, implementation: Implementation, **facts: Any) -> 
     reasons: dict[str, list[str]] = {}
     for name in candidates(implementation):
         unmet = operator.unmet[name](**facts)
-        if not unmet and implementation == "auto" and name in operator.held_back:
-            unmet = [operator.held_back[name]]
         if not unmet:
             _announce(operator.name, name, reasons)
             return name
         reasons[name] = unmet
     lines = [f"  {name}: {reason}" for name, unmet in reasons.items() for reason in unmet]
     raise UnsupportedError(f"{operator.name}: implementation={implementation!r} cannot take this call:\n" + "\n".join(lines))
+
+
+def unmet_on_hopper() -> list[str]:
+    """What a Hopper kernel wants of where it runs: the device, and no sharding that XLA would have to undo."""
+    unmet = []
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    if jax.default_backend() != "gpu" or str(capability) != "9.0":
+        found = jax.default_backend() + (f" of compute capability {capability}" if capability else "")
+        unmet.append(f"device: got {found}, wanted a Hopper GPU (compute capability 9.0)")
+    mesh = jax.sharding.get_abstract_mesh()
+    spread = [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind != jax.sharding.AxisType.Manual and mesh.shape[name] > 1]
+    if spread:
+        unmet.append(f"mesh: got axes {spread} of several devices, over which XLA cannot split a kernel; wanted one device, or the call inside shard_map")
+    return unmet
 
 
 def _announce(operator: str, chosen: str, passed_over: Mapping[str, list[str]]) -> None:
@@ -114,7 +124,6 @@ def kernel_report() -> str:
     for operator in _operators.values():
         for name in NAMES:
             unmet = operator.unmet[name](**operator.example)
-            held_back = "" if unmet else operator.held_back.get(name, "")
-            rows.append((operator.name, name, "no" if unmet else "by name" if held_back else "yes", held_back or "; ".join(unmet)))
+            rows.append((operator.name, name, "no" if unmet else "yes", "; ".join(unmet)))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]).rstrip() for row in rows)

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import unmet_on_hopper
+
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -69,12 +71,7 @@ def zeros_varying_like(shape: tuple[int, ...], dtype: Any, *arrays: jax.Array) -
 
 def unmet_mosaic_gpu(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any) -> list[str]:
     """Every reason why the Mosaic GPU kernels cannot take the call."""
-    unmet = []
-    if jax.default_backend() != "gpu":
-        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default backend is {jax.default_backend()!r}; nearest accepted value here: 'xla'")
-    elif (capability := getattr(jax.devices()[0], "compute_capability", None)) != "9.0":
-        unmet.append(f"needs a Hopper GPU (compute capability 9.0), the default device has {capability}; nearest accepted value here: 'xla'")
-    return unmet + unmet_by_shape(rows=rows, k=k, n=n, groups=groups, lhs_dtype=lhs_dtype, rhs_dtype=rhs_dtype, out_dtype=out_dtype)
+    return unmet_on_hopper() + unmet_by_shape(rows=rows, k=k, n=n, groups=groups, lhs_dtype=lhs_dtype, rhs_dtype=rhs_dtype, out_dtype=out_dtype)
 
 
 def unmet_by_shape(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rhs_dtype: Any, out_dtype: Any) -> list[str]:

@@ -69,8 +69,19 @@ class WeightTiles(Tiles):
             raise ValueError(f"lag: got {self.lag} with stages={self.stages}, wanted 1 to stages - 2 = {self.stages - 2}")
 
 
-TABLE: dict[tuple[str, Operation, int, int, int], RowTiles | WeightTiles] = {}
-"""Measured choices: (device kind, operation, log2 of average rows a group, K, N as in lhs [M, K] and rhs [G, K, N]) -> tiles."""
+TABLE: dict[tuple[str, Operation, int, int, int], RowTiles | WeightTiles] = {
+    ("NVIDIA H200", "forward", 12, 1024, 1024): RowTiles(cluster_along="rows", band=8),
+    ("NVIDIA H200", "dlhs", 12, 1024, 1024): RowTiles(cluster_along="rows", band=8),
+    ("NVIDIA H200", "drhs", 12, 1024, 1024): WeightTiles(band=16),
+    ("NVIDIA H200", "forward", 10, 3584, 6144): RowTiles(rows=64, split="cols", stages=5, out_slots=1, band=32),
+    ("NVIDIA H200", "dlhs", 10, 3584, 6144): RowTiles(stages=3, out_slots=4),
+    ("NVIDIA H200", "drhs", 10, 3584, 6144): WeightTiles(lag=1),
+    ("NVIDIA H200", "forward", 8, 2048, 1024): RowTiles(stages=3, out_slots=4),
+    ("NVIDIA H200", "dlhs", 8, 2048, 1024): RowTiles(stages=3, out_slots=4),
+    ("NVIDIA H200", "drhs", 8, 2048, 1024): WeightTiles(),
+}
+"""Measured choices (benchmarks/results/grouped_matmul_tiles.json):
+(device kind, operation, log2 of average rows a group, K, N as in lhs [M, K] and rhs [G, K, N]) -> tiles."""
 
 # Relative speed of a block that is so many columns wide: narrower ones load more for the same arithmetic.
 _WIDTHS = {256: 1.0, 192: 0.95, 128: 0.85, 64: 0.55}
@@ -87,7 +98,8 @@ def choose_tiles(device: str, operation: Operation, *, rows: int, k: int, n: int
     if average < 64 and width % 128 == 0:
         # Most tiles hold one short group: reading fewer rows of lhs leaves room for another stage of weights, which are what is waited for.
         return RowTiles(rows=64, cols=width, split="cols", stages=5, out_slots=1)
-    return RowTiles(cols=width)
+    # A slot for each strip of a warpgroup's result: it never waits for a store, which was worth more than a fourth stage.
+    return RowTiles(cols=width, stages=3, out_slots=4)
 
 
 def block_width(n: int) -> int:

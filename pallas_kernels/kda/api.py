@@ -13,8 +13,7 @@ from pallas_kernels.kda.documents import document_runs, state_owner
 __all__ = ["kda", "kda_segment", "kda_step"]
 
 Gate = Literal["log_decay", "bounded", "softplus"]
-OPERATOR = register(Operator(name="kda", unmet=specs.UNMET, example=specs.EXAMPLE, held_back={
-    "mosaic_gpu": "its backward kernels have not been checked on a GPU yet: implementation=\"mosaic_gpu\" asks for it by name"}))
+OPERATOR = register(Operator(name="kda", unmet=specs.UNMET, example=specs.EXAMPLE))
 
 
 def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], g: Float[Array, "B T H Dk"],

@@ -4,10 +4,10 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import unmet_on_hopper
 from pallas_kernels.kda.chunk import FACTORED_BOUND
 from pallas_kernels.kda.gates import GATES, bound_of
 
@@ -45,9 +45,7 @@ def factored(gate: str, lower_bound: float | None) -> bool:
 
 
 def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, g_dtype: Any, key: int, value: int) -> list[str]:
-    unmet = []
-    if not _has_hopper():
-        unmet.append(f"device: got {jax.default_backend()}, wanted a Hopper GPU (compute capability 9.0)")
+    unmet = unmet_on_hopper()
     bound = bound_of(gate, lower_bound)
     if bound is None:
         unmet.append(f"lower_bound: gate={gate!r} promises none, wanted one of at least {FACTORED_BOUND} (such as -5.0)")
@@ -63,10 +61,6 @@ def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, g_dty
         unmet.append(f"dtype of g: got {jnp.dtype(g_dtype).name} with Dk = Dv = 128, wanted bfloat16 (a wider one does not fit in shared memory), "
                      "or Dk or Dv = 64")
     return unmet
-
-
-def _has_hopper() -> bool:
-    return jax.default_backend() == "gpu" and str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
 
 
 def _nothing_unmet(**facts: Any) -> list[str]:

@@ -1,7 +1,8 @@
 """Which implementation runs, who decides, and what a refusal says."""
-import dataclasses
 import logging
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import UnsupportedError, dispatch, kernel_report, use_implementation
@@ -24,13 +25,21 @@ def test_auto_takes_the_first_that_can(operator, size, dtype, chosen):
     assert dispatch.choose(operator, "auto", size=size, dtype=dtype) == chosen
 
 
-def test_auto_passes_over_what_is_held_back(operator):
-    held = dispatch.register(dataclasses.replace(operator, held_back={"mosaic_gpu": "not checked yet"}))
-    facts = dict(size=64, dtype="bfloat16")
-    assert dispatch.choose(held, "auto", **facts) == "xla"
-    assert dispatch.choose(held, "mosaic_gpu", **facts) == "mosaic_gpu" and dispatch.choose(held, ("mosaic_gpu", "xla"), **facts) == "mosaic_gpu"
-    with use_implementation("mosaic_gpu"):
-        assert dispatch.choose(held, "auto", **facts) == "mosaic_gpu"
+def test_kernels_want_no_mesh_that_xla_would_have_to_undo():
+    """Two devices: refused under jit, taken inside shard_map; a mesh of one device changes nothing."""
+    sentences = []
+
+    def look(x):
+        sentences.append([sentence for sentence in dispatch.unmet_on_hopper() if sentence.startswith("mesh")])
+        return x
+
+    for devices in (1, 2):
+        mesh = jax.sharding.AbstractMesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(jax.jit(look), jnp.zeros(4))
+            jax.eval_shape(jax.jit(jax.shard_map(look, in_specs=jax.P("data"), out_specs=jax.P("data"))), jnp.zeros(4))
+    assert [len(found) for found in sentences] == [0, 0, 1, 0]
+    assert "['data']" in sentences[2][0] and "shard_map" in sentences[2][0]
 
 
 def test_a_name_never_falls_back(operator):

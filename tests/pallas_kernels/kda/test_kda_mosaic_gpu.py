@@ -126,7 +126,7 @@ def test_nan_at_padding_stays_there(interpreter):
 
 
 def test_refusals_name_what_is_missing(monkeypatch):
-    monkeypatch.setattr(specs, "_has_hopper", lambda: True)
+    monkeypatch.setattr(specs, "unmet_on_hopper", list)
     x = {n: jnp.zeros((1, 4, 1, 64), jnp.bfloat16) for n in WIDE} | {"beta": jnp.zeros((1, 4, 1))}
     for keywords in (dict(), dict(gate="softplus")):
         with pytest.raises(UnsupportedError, match="lower_bound: .* promises none"):
