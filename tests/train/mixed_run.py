@@ -2,6 +2,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tiny_config import tiny_train
@@ -34,3 +35,8 @@ def mixed_config(folder: Path, optimizer: str = "muon") -> TrainConfig:
     cfg = tiny_train(vocab_size=VOCAB, num_layers=2, accumulation_steps=4, optimizer=optimizer)
     return dataclasses.replace(cfg, steps=STEPS, data=DataConfig(sources=sources, sequence_length=24, batch_size=8, prefetch=4),
                                mesh=MeshConfig(data=1, fsdp=1))
+
+
+def data_state(run: Path, step: int) -> dict[str, Any]:
+    """The data's position in a run's checkpoint."""
+    return json.loads((run / "checkpoints" / str(step) / "record" / "metadata").read_text())["data"]
