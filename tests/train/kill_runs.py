@@ -2,9 +2,10 @@
 
     python tests/train/kill_runs.py FOLDER --kills 20 --seed 0 [--optimizer adamw] [--saves-alone]
 
-The runs mix three sources, pack them, read four batches ahead and cut each step into four micro-batches. Every second kill waits for a save to be under way.
-A run that has ended is compared (state, data's position, metrics) and the next one begins, until the kills are used up and the last run has ended. Prints figures as JSON; status 1 when a run did not end as the undisturbed one. Processes are forked from this one, which has imported JAX and uses
-nothing that starts a thread.
+The runs mix three sources, pack them, read four batches ahead and cut each step into four micro-batches. Every second kill waits for a save to be under
+way. A run that has ended is compared (state, data's position, metrics) and the next one begins, until the kills are used up and the last run has ended.
+Prints figures as JSON; status 1 when a run did not end as the undisturbed one. Processes are forked from this one, which has imported JAX and uses nothing
+that starts a thread.
 """
 import argparse
 import dataclasses

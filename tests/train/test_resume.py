@@ -1,4 +1,4 @@
-"""`fit` resumed: to the bit on mixed and packed text, read ahead, with micro-batches; from an older step, after signals and torn files; what it refuses."""
+"""`fit` resumed: to the bit on mixed and packed text, read ahead, in micro-batches; after signals, kills and torn files; and what it refuses."""
 import dataclasses
 import json
 import logging
