@@ -50,7 +50,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def figure(lines: dict[str, Sequence[dict[str, Any]]]) -> bytes:
     """Loss, and the means over layers of MaxVio and of dead experts, over steps."""
     series = lambda name: {arm: [np.mean(line[name]) for line in found] for arm, found in lines.items()}
-    panels = {"loss (nats per token)": series("loss"), "MaxVio, mean of layers": series("max_violation"), "dead experts, mean": series("dead_experts")}
+    panels = {"loss (nats per token)": series("loss"), "MaxVio, mean of layers": series("max_violation"),
+              "dead experts, mean of layers": series("dead_experts")}
     return plotting.png(plotting.compare_runs({arm: [line["step"] for line in found] for arm, found in lines.items()}, panels))
 
 
