@@ -86,6 +86,8 @@ def steps_of(folder):
 @pytest.fixture
 def kill_at(monkeypatch):
     """kill_at(step, *signals): the signals come while that step runs, in later calls of fit."""
+    # A shell's background job inherits an ignored SIGINT, which a run leaves ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     recorder = loop._Recorder.record
 
     def at(step, *numbers):
@@ -96,7 +98,8 @@ def kill_at(monkeypatch):
             recorder(self, pending, progress)
 
         monkeypatch.setattr(loop._Recorder, "record", record)
-    return at
+    yield at
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
