@@ -3,11 +3,12 @@
     python experiments/balancing.py --corpus runs/demo/corpus [--run-dir runs/balancing] [--out results.json] [--smoke]
 
 About 20 minutes on 2 CPU cores. Expected: MaxVio under Quantile Balancing, mean over the last fifth of the steps, below a third of the run without
-balancing, at the same loss. Writes results.json and balancing.png (loss, MaxVio and dead experts of every arm).
+balancing, at the same loss. Writes results.json, and balancing.png (loss, MaxVio and dead experts of every arm) beside it.
 """
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,8 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def figure(lines: dict[str, Sequence[dict[str, Any]]]) -> bytes:
     """Loss, and the means over layers of MaxVio and of dead experts, over steps."""
     series = lambda name: {arm: [np.mean(line[name]) for line in found] for arm, found in lines.items()}
-    panels = {"loss (nats per token)": series("loss"), "MaxVio, mean of layers": series("max_violation"), "dead experts, mean": series("dead_experts")}
+    panels = {"loss (nats per token)": series("loss"), "MaxVio, mean of layers": series("max_violation"),
+              "dead experts, mean of layers": series("dead_experts")}
     return plotting.png(plotting.compare_runs({arm: [line["step"] for line in found] for arm, found in lines.items()}, panels))
 
 
@@ -68,9 +70,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {arm: summary(found) for arm, found in lines.items()}
     level = {arm: float(np.mean(results[arm]["max_violation"])) for arm in ARMS}
     results["ratio_to_none"] = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}
+    results["command"] = " ".join(["python", "experiments/balancing.py", *(sys.argv[1:] if argv is None else argv)])
     results["run"] = {name: json.loads(run.paths.run_json.read_text())[name] for name in ("versions", "commit", "device")}
-    (args.out or args.run_dir / "results.json").write_text(json.dumps(results, indent=1))
-    (args.run_dir / "balancing.png").write_bytes(figure(lines))
+    out = args.out or args.run_dir / "results.json"
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    out.with_name("balancing.png").write_bytes(figure(lines))
     print(json.dumps({name: results[name] for name in (*ARMS, "ratio_to_none")}, indent=1))
 
 

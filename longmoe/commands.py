@@ -14,9 +14,8 @@ from rich.table import Table
 from longmoe import plotting
 from longmoe.configs import DataConfig, TrainConfig
 from longmoe.data.loader import make_loader, with_default_corpus
-from longmoe.data.sources import open_sources
+from longmoe.data.sources import open_tokenizer
 from longmoe.data.token_folder import read_token_folder
-from longmoe.data.tokenizer import Tokenizer
 from longmoe.evaluation import report as html
 from longmoe.evaluation.ngrams import ngram_baselines
 from longmoe.evaluation.recall import recall_score
@@ -95,8 +94,9 @@ def _score_text(config: TrainConfig, data: DataConfig, variables: Any, batches: 
     losses = evaluate_batches(make_loss_function(config.model), variables, batches)
     edges = [edge for edge in EDGES if edge < data.sequence_length] + [data.sequence_length]
     by_position = {f"nats per token at positions {a} to {b - 1}": value for a, b, value in zip(edges, edges[1:], loss_by_position(losses, edges))}
-    figures = dict(nats_per_token=losses.nats_per_token(), bits_per_byte=losses.bits_per_byte(_tokenizer(data).bytes_per_token()), tokens=losses.num_tokens)
     data = with_default_corpus(data)
+    bits_per_byte = losses.bits_per_byte(open_tokenizer(data).bytes_per_token())
+    figures = dict(nats_per_token=losses.nats_per_token(), bits_per_byte=bits_per_byte, tokens=losses.num_tokens)
     if data.path:
         folder = read_token_folder(data.path)
         figures |= {f"{b.name} bits per byte": b.bits_per_byte for b in ngram_baselines(folder, losses.num_tokens)}
@@ -112,7 +112,7 @@ def generate(arguments: list[str]) -> None:
     config, variables = load_checkpoint(parsed.run, parsed.step)
     if config.data.task != "text":
         raise ValueError(f"run: {parsed.run} was trained on {config.data.task}, wanted a run on text")
-    tokenizer = _tokenizer(config.data)
+    tokenizer = open_tokenizer(with_default_corpus(config.data))
     prompt = np.array([[tokenizer.eos_id, *tokenizer.encode(parsed.prompt)]], np.int32)
     pieces = stream(LongMoE(config.model), variables, prompt, max_new_tokens=parsed.max_new_tokens, temperature=parsed.temperature,
                     top_k=parsed.top_k, top_p=parsed.top_p, key=jax.random.key(parsed.seed), eos_id=tokenizer.eos_id)
@@ -134,10 +134,6 @@ def print_stream(decode: Callable[[Sequence[int]], str], tokens: Any, eos_id: in
             print(whole[len(shown):], end="", flush=True)
             shown = whole
     print(decode(ids)[len(shown):])
-
-
-def _tokenizer(data: DataConfig) -> Tokenizer:
-    return open_sources(with_default_corpus(data), "heldout")[0].tokenizer
 
 
 def report(arguments: list[str]) -> None:

@@ -60,6 +60,7 @@ def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mappin
         _tidy(axes)
     rows[-1].set(xlabel="step")
     rows[0].legend(ncols=3, fontsize=8)
+    figure.align_ylabels()
     return figure
 
 

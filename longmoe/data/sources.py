@@ -18,7 +18,7 @@ from longmoe.configs import DataConfig, SourceConfig
 from longmoe.data.chat import CHAT_TOKENS, check_messages, encode_messages, has_chat_tokens
 from longmoe.data.hashing import is_held_out
 from longmoe.data.records import Records, Undecodable, content_field, content_of, describe_left_out, open_records
-from longmoe.data.token_folder import SPLITS, Split, TokenFolder, read_token_folder
+from longmoe.data.token_folder import SPLITS, Split, TokenFolder, read_token_folder, read_tokenizer
 from longmoe.data.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ def open_sources(config: DataConfig, split: str) -> tuple[Source, ...]:
         raise ValueError(f"split: got {split!r}, wanted one of {', '.join(SPLITS)}")
     wanted = source_configs(config)
     folders = {c.label: read_token_folder(c.path) for c in wanted if c.kind == "token_folder"}
-    tokenizer = _common_tokenizer(config, wanted, folders)
+    tokenizer = _common_tokenizer(config, wanted, {name: folder.tokenizer for name, folder in folders.items()})
     sources = tuple(_open(c, folders.get(c.label), tokenizer, split) for c in wanted)
     empty = [source.name for source in sources if not len(source.documents)]
     if split == "heldout" and empty and len(empty) < len(sources):
@@ -200,6 +200,15 @@ def open_sources(config: DataConfig, split: str) -> tuple[Source, ...]:
         raise ValueError(f"sources: {', '.join(empty)} has no document in the split {split!r} (documents are held out by a hash of their name); "
                          "wanted at least one, so add documents to it")
     return sources
+
+
+def open_tokenizer(config: DataConfig) -> Tokenizer:
+    """The tokenizer that `open_sources` gives every source, without reading a document: raw sources need not be there.
+
+    ValueError as there, for token folders whose tokenizer is missing or damaged, and where there is none or more than one vocabulary.
+    """
+    wanted = source_configs(config)
+    return _common_tokenizer(config, wanted, {c.label: read_tokenizer(c.path) for c in wanted if c.kind == "token_folder"})
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -220,8 +229,8 @@ def _open(config: SourceConfig, folder: TokenFolder | None, tokenizer: Tokenizer
     return Source(**about, licence=config.licence, documents=RecordDocuments(contents, messages, tokenizer, split), left_out=+contents.left_out)
 
 
-def _common_tokenizer(config: DataConfig, sources: Sequence[SourceConfig], folders: Mapping[str, TokenFolder]) -> Tokenizer:
-    """The one tokenizer of all sources."""
+def _common_tokenizer(config: DataConfig, sources: Sequence[SourceConfig], folders: Mapping[str, Tokenizer]) -> Tokenizer:
+    """The one tokenizer of all sources, of which `folders` are token folders with their own."""
     of = dict(_tokenizers(config, folders))
     if not of:
         names = ", ".join(source.label for source in sources)
@@ -234,8 +243,8 @@ def _common_tokenizer(config: DataConfig, sources: Sequence[SourceConfig], folde
     return chosen
 
 
-def _tokenizers(config: DataConfig, folders: Mapping[str, TokenFolder]) -> Iterator[tuple[str, Tokenizer]]:
+def _tokenizers(config: DataConfig, folders: Mapping[str, Tokenizer]) -> Iterator[tuple[str, Tokenizer]]:
     if config.tokenizer:
         yield f"data.tokenizer={config.tokenizer}", load_tokenizer(config.tokenizer)
-    for name, folder in folders.items():
-        yield f"source {name}", folder.tokenizer
+    for name, tokenizer in folders.items():
+        yield f"source {name}", tokenizer

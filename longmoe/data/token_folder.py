@@ -137,6 +137,14 @@ def read_token_folder(path: str | Path, *, verify: bool = True) -> TokenFolder:
     return folder
 
 
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a folder, checked as `read_token_folder` does; the documents are not touched."""
+    path = Path(path)
+    meta = _read_meta(path)
+    _check_file(path, "tokenizer.json", meta["files"]["tokenizer.json"], verify=True)
+    return Tokenizer.load(path / "tokenizer.json")
+
+
 def _write_split(folder: Path, documents: Iterable[EncodedDocument], dtype: type) -> dict[str, int]:
     """Tokens go to the disk as they come: only offsets and names are held in memory."""
     folder.mkdir()

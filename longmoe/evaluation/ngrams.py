@@ -27,15 +27,17 @@ def bits_per_byte(total_nats: float, num_bytes: int) -> float:
 
 
 def ngram_baselines(folder: TokenFolder, num_tokens: int | None = None) -> tuple[Baseline, Baseline]:
-    """(unigram, bigram) on the first `num_tokens` held-out tokens in order, None = all.
+    """(unigram, bigram) on the first `num_tokens` held-out tokens in order that a model is scored on, None = all.
 
-    Every token counts once, end-of-document tokens too; those also stand before a document's first token.
+    Every token with a weight above 0 counts once, end-of-document tokens too; those also stand before a document's first token.
     """
     heldout = folder.heldout
-    num_bytes = int(folder.tokenizer.bytes_per_token()[np.asarray(heldout.tokens[:num_tokens])].sum(dtype=np.int64))
-    unigram = unigram_nll(folder.train, folder.vocab_size)[_pairs(heldout)[1]]
-    bigram = bigram_nll(folder.train, heldout, folder.vocab_size)
-    return _baseline("unigram", unigram[:num_tokens], num_bytes), _baseline("bigram", bigram[:num_tokens], num_bytes)
+    scored = (np.arange(len(heldout.tokens)) if heldout.weights is None else np.flatnonzero(heldout.weights))[:num_tokens]
+    targets = _pairs(heldout)[1][scored]
+    num_bytes = int(folder.tokenizer.bytes_per_token()[targets].sum(dtype=np.int64))
+    unigram = unigram_nll(folder.train, folder.vocab_size)[targets]
+    bigram = bigram_nll(folder.train, heldout, folder.vocab_size)[scored]
+    return _baseline("unigram", unigram, num_bytes), _baseline("bigram", bigram, num_bytes)
 
 
 def unigram_nll(train: Split, vocab_size: int) -> np.ndarray:

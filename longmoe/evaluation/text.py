@@ -63,28 +63,33 @@ def evaluate_batches(loss_function: LossFunction, variables: Variables, batches:
 
 
 def document_starts(split: Split, *, sequence_length: int, batch_size: int) -> list[dict[str, np.ndarray]]:
-    """Batches whose rows are the first `sequence_length` tokens of each document that has as many; the last is filled with padding."""
+    """Batches whose rows are the first `sequence_length` tokens of each document that has as many, under the split's own weights.
+
+    The last batch is filled with padding.
+    """
     long_enough = np.flatnonzero(split.lengths() >= sequence_length)
     count = -(-len(long_enough) // batch_size) * batch_size
     shape = (count, sequence_length)
-    targets, weights = np.full(shape, split.eos_id, np.int32), np.zeros(shape, np.float32)
+    targets, weights, segments = np.full(shape, split.eos_id, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
     for row, document in enumerate(long_enough):
-        targets[row], weights[row] = split.document(document)[:sequence_length], 1.0
+        own = split.document_weights(document)
+        targets[row], weights[row] = split.document(document)[:sequence_length], 1.0 if own is None else own[:sequence_length]
+        segments[row] = 1
     tokens = np.concatenate([np.full((count, 1), split.eos_id, np.int32), targets[:, :-1]], axis=1)
-    batch = {"tokens": tokens, "targets": targets, "segment_ids": (weights > 0).astype(np.int32), "loss_weights": weights}
+    batch = {"tokens": tokens, "targets": targets, "segment_ids": segments, "loss_weights": weights}
     return [{name: a[i:i + batch_size] for name, a in batch.items()} for i in range(0, count, batch_size)]
 
 
 def loss_by_position(losses: Losses, edges: Sequence[int]) -> list[float]:
-    """Mean loss of the positions edges[i] <= p < edges[i + 1] of a row, over the rows that are one whole piece of a document.
+    """Mean loss of the positions edges[i] <= p < edges[i + 1] of a row, by their weights, over the rows that are one whole piece of a document.
 
-    All bins average over the same pieces, so a difference between bins comes from the context before a position; NaN when there is no such row.
+    All bins average over the same pieces, so a difference between bins comes from the context before a position (and, of conversations, from what
+    stands there); NaN where no such row has a token with weight.
     """
     whole = np.all(losses.segment_ids == 1, axis=1)
-    if not whole.any():
-        return [float("nan")] * (len(edges) - 1)
-    mean = losses.nll[whole].mean(axis=0, dtype=np.float64)
-    return [float(mean[a:b].mean()) for a, b in zip(edges[:-1], edges[1:])]
+    weights = losses.weights[whole]
+    nats, weight = (losses.nll[whole] * weights).sum(axis=0, dtype=np.float64), weights.sum(axis=0, dtype=np.float64)
+    return [float(nats[a:b].sum() / weight[a:b].sum()) if weight[a:b].any() else float("nan") for a, b in zip(edges[:-1], edges[1:])]
 
 
 def silence(variables: Variables, mixer: str) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longmoe.configs import DataConfig, SourceConfig
 from longmoe.data.chat import CHAT_TOKENS
-from longmoe.data.sources import load_tokenizer
+from longmoe.data.sources import load_tokenizer, open_sources, open_tokenizer
 from longmoe.data.tokenizer import Tokenizer
 
 TRAINED = Tokenizer.train(["some plain text, <|end|> and <|endoftext|> too"] * 3, 310, CHAT_TOKENS)
@@ -64,3 +67,22 @@ def test_tokenizer_refuses(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(plain))
     with pytest.raises(ValueError, match="without '<|endoftext|>'"):
         Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_the_tokenizer_of_sources_without_their_documents(folder, tmp_path):
+    copy = Path(shutil.copytree(folder.path, tmp_path / "words"))
+    (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": f"note {number}"}) + "\n" for number in range(40)))
+    own, notes = SourceConfig(path=str(copy)), SourceConfig(kind="jsonl", path=str(tmp_path / "notes.jsonl"))
+    both = DataConfig(sources=(own, notes))
+    wanted = {source.tokenizer.fingerprint for source in open_sources(both, "heldout")}
+    (tmp_path / "notes.jsonl").unlink()
+    (copy / "train" / "tokens.npy").unlink()
+    assert {open_tokenizer(both).fingerprint} == {open_tokenizer(DataConfig(path=str(copy))).fingerprint} == wanted == {folder.tokenizer.fingerprint}
+    assert open_tokenizer(DataConfig(sources=(notes,), tokenizer="bytes")).fingerprint == load_tokenizer("bytes").fingerprint
+    with pytest.raises(ValueError, match="different vocabularies"):
+        open_tokenizer(DataConfig(sources=(own,), tokenizer="bytes"))
+    with pytest.raises(ValueError, match='tokenizer: got nothing, wanted "bytes"'):
+        open_tokenizer(DataConfig(sources=(notes,)))
+    shutil.copy(tmp_path / "words" / "meta.json", copy / "tokenizer.json")
+    with pytest.raises(ValueError, match="tokenizer.json has"):
+        open_tokenizer(DataConfig(path=str(copy)))

@@ -1,8 +1,12 @@
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from longmoe.data.token_folder import Split
-from longmoe.evaluation.ngrams import bigram_nll, bits_per_byte, unigram_nll
+from longmoe.data.token_folder import Split, TokenFolder
+from longmoe.data.tokenizer import Tokenizer
+from longmoe.evaluation.ngrams import bigram_nll, bits_per_byte, ngram_baselines, unigram_nll
 
 VOCAB = 8
 
@@ -42,3 +46,20 @@ def test_bigram_reaches_the_entropy_of_a_markov_chain():
     entropy = -(p * np.log(p)).sum()
     assert bigram_nll(train, heldout, VOCAB).mean() == pytest.approx(entropy, rel=0.05)
     assert unigram_nll(train, VOCAB)[heldout.tokens].mean() == pytest.approx(np.log(VOCAB), rel=0.01)
+
+
+def test_baselines_are_scored_on_the_tokens_that_a_model_is_scored_on(tmp_path):
+    """All of them, or those with a weight; the first `num_tokens` of these."""
+    rng = np.random.default_rng(0)
+    tokenizer = Tokenizer.of_bytes()
+    train, plain = split_of(rng.integers(0, 100, 300)), split_of(rng.integers(0, 100, 40))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    mask = np.arange(40) % 3 == 0
+    unigram, bigram = unigram_nll(train, tokenizer.vocab_size)[plain.tokens], bigram_nll(train, plain, tokenizer.vocab_size)
+    for weights, count, scored in ((None, None, slice(None)), (None, 10, slice(10)), (mask, None, mask), (mask, 5, np.flatnonzero(mask)[:5])):
+        heldout = dataclasses.replace(plain, weights=None if weights is None else weights.astype(np.float32))
+        folder = TokenFolder(Path(tmp_path), {"vocab_size": tokenizer.vocab_size}, train, heldout)
+        found = ngram_baselines(folder, count)
+        np.testing.assert_allclose([b.nats_per_token for b in found], [unigram[scored].mean(), bigram[scored].mean()])
+        size = tokenizer.bytes_per_token()[plain.tokens[scored]].sum()
+        np.testing.assert_allclose([b.bits_per_byte for b in found], [bits_per_byte(nll[scored].sum(), size) for nll in (unigram, bigram)])

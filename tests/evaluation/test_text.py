@@ -32,10 +32,10 @@ def logits(tiny, batch):
     return np.asarray(run(variables, batch["tokens"], batch["segment_ids"]), np.float64)
 
 
-def losses(nll, segments=None) -> Losses:
+def losses(nll, segments=None, weights=None) -> Losses:
     nll = np.asarray(nll, np.float32)
     segments = np.ones(nll.shape, np.int32) if segments is None else np.asarray(segments, np.int32)
-    return Losses(nll, np.zeros(nll.shape, np.int32), segments, (segments > 0).astype(np.float32))
+    return Losses(nll, np.zeros(nll.shape, np.int32), segments, np.asarray(segments > 0 if weights is None else weights, np.float32))
 
 
 def test_padding_does_not_count():
@@ -52,6 +52,13 @@ def test_loss_by_position_uses_whole_pieces_only():
     assert np.isnan(loss_by_position(losses([[1.0, 1.0]], [[1, 2]]), (0, 2))).all()
 
 
+def test_loss_by_position_leaves_out_what_is_no_target():
+    """Of conversations, as the mean over all tokens does."""
+    scored = losses([[99, 1, 2, 99], [99, 99, 4, 99]], weights=[[0, 1, 1, 0], [0, 0, 2, 0]])
+    assert loss_by_position(scored, (0, 2, 3)) == [1.0, 10 / 3] and np.isnan(loss_by_position(scored, (3, 4))).all()
+    assert loss_by_position(scored, (0, 4))[0] == pytest.approx(scored.nats_per_token())
+
+
 def test_document_starts_are_the_first_tokens_of_long_documents():
     tokens = np.concatenate([np.arange(1, 10), [0], [1, 2, 0], np.arange(21, 27), [0]]).astype(np.uint16)
     split = Split(tokens, np.array([0, 10, 13, 20]), ["a", "b", "c"], 0, 0)
@@ -61,6 +68,10 @@ def test_document_starts_are_the_first_tokens_of_long_documents():
     np.testing.assert_array_equal(second["targets"][0], [21, 22, 23, 24, 25])
     padded, = document_starts(split, sequence_length=5, batch_size=4)
     assert padded["segment_ids"].sum() == padded["loss_weights"].sum() == 10 and padded["tokens"].shape == (4, 5)
+    masked = dataclasses.replace(split, weights=(np.arange(20) % 2).astype(np.float32))
+    padded, = document_starts(masked, sequence_length=5, batch_size=4)
+    np.testing.assert_array_equal(padded["loss_weights"], [[0, 1, 0, 1, 0], [1, 0, 1, 0, 1], [0] * 5, [0] * 5])
+    np.testing.assert_array_equal(padded["segment_ids"].any(axis=1), padded["segment_ids"].all(axis=1))
 
 
 def test_losses_are_those_of_the_logits(tiny, batch, logits):

@@ -1,10 +1,11 @@
 """Kills runs with SIGKILL at random moments, starts the same call again each time, and compares where they end with a run that was left alone.
 
-    python tests/train/kill_runs.py FOLDER --kills 20 --seed 0 [--saves-alone]
+    python tests/train/kill_runs.py FOLDER --kills 20 --seed 0 [--optimizer adamw] [--saves-alone]
 
-Every second kill waits for a save to be under way. A run that has ended is compared and the next one begins, until the kills are used up and the last run has
-ended. Prints figures as JSON; status 1 when a run did not end as the undisturbed one. Processes are forked from this one, which has imported JAX and uses
-nothing that starts a thread.
+The runs mix three sources, pack them, read four batches ahead and cut each step into four micro-batches. Every second kill waits for a save to be under
+way. A run that has ended is compared (state, data's position, metrics) and the next one begins, until the kills are used up and the last run has ended.
+Prints figures as JSON; status 1 when a run did not end as the undisturbed one. Processes are forked from this one, which has imported JAX and uses nothing
+that starts a thread.
 """
 import argparse
 import dataclasses
@@ -28,31 +29,20 @@ from etils import epath
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tiny_config import tiny_train
+from mixed_run import STEPS, data_state, make_sources, mixed_config
 
 import longmoe
 import longmoe.train.loop
-from longmoe.configs import CheckpointConfig, DataConfig, MeshConfig, TrainConfig
-from longmoe.data.corpus import build_corpus
+from longmoe.configs import CheckpointConfig, TrainConfig
 from longmoe.train import manifest
 from longmoe.train.checkpoints import Checkpoints, complete_steps
 from longmoe.train.metrics import CLOCK, MetricsFile, read_lines
 from longmoe.train.state import TrainState
 
-STEPS = 20
 
-
-def make_corpus(folder: Path) -> None:
-    rng = np.random.default_rng(0)
-    documents = [(f"{i}.py", " ".join(rng.choice(["def", "return", "for", "in", "self", "None"], int(rng.integers(1, 60))))) for i in range(40)]
-    build_corpus(folder / "corpus", documents, vocab_size=300, name="words", source="generated", licences=["none"])
-
-
-def config(folder: Path) -> TrainConfig:
-    """Packed text, 4 micro-batches, Muon; one checkpoint kept beside every sixth step, so that most saves also delete."""
-    cfg = tiny_train(vocab_size=300, num_layers=2, accumulation_steps=4, optimizer="muon")
-    return dataclasses.replace(cfg, steps=STEPS, data=DataConfig(path=str(folder / "corpus"), sequence_length=24, batch_size=8),
-                               mesh=MeshConfig(data=1, fsdp=1), checkpoint=CheckpointConfig(every=2, keep=1, keep_every=6))
+def config(folder: Path, optimizer: str) -> TrainConfig:
+    """One checkpoint kept beside every sixth step, so that most saves also delete."""
+    return dataclasses.replace(mixed_config(folder / "sources", optimizer), checkpoint=CheckpointConfig(every=2, keep=1, keep_every=6))
 
 
 def start(work: Callable[[], None], log: Path) -> int:
@@ -146,8 +136,10 @@ def kill_somewhere(child: int, run: Path, in_save: bool, rng: random.Random) -> 
     return False
 
 
-def outcome(run: Path) -> tuple[str, list[dict]]:
-    return (run / "digest.txt").read_text(), [{k: v for k, v in line.items() if k not in CLOCK} for line in read_lines(run / "metrics.jsonl")]
+def outcome(run: Path) -> tuple[str, dict, list[dict]]:
+    """Where a run ended: digest of its state, the data's position, every step's metrics."""
+    metrics = [{name: value for name, value in line.items() if name not in CLOCK} for line in read_lines(run / "metrics.jsonl")]
+    return (run / "digest.txt").read_text(), data_state(run, STEPS), metrics
 
 
 def main() -> int:
@@ -155,17 +147,18 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--saves-alone", action="store_true", help="save made-up states, without a model")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     devices = lambda mesh_config: longmoe.make_mesh(mesh_config, jax.devices()[:1])
     longmoe.train.loop.make_mesh = devices
-    rng, cfg = random.Random(args.seed), config(args.folder)
+    rng, cfg = random.Random(args.seed), config(args.folder, args.optimizer)
     work = lambda run: save_alone(cfg, run) if args.saves_alone else train(cfg, run, args.folder / "programs")
     begin = lambda run: start(lambda: work(run), run.with_suffix(".log"))
     began = time.monotonic()
     if not args.saves_alone:
-        ended(start(lambda: make_corpus(args.folder), args.folder / "corpus.log"), 0)
+        ended(start(lambda: make_sources(args.folder / "sources"), args.folder / "sources.log"), 0)
     ended(begin(args.folder / "whole"), 0)
     whole = outcome(args.folder / "whole")
     kills, lost, runs, wrong, newest = 0, 0, 0, 0, 0

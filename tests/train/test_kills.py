@@ -23,6 +23,7 @@ def test_saves_survive_kills(tmp_path):
 
 @pytest.mark.slow
 def test_runs_survive_kills(tmp_path):
-    """Muon, 4 micro-batches, packed text. About half of the kills are meant to strike inside a save; `kill_runs.py --kills 20` does more of them."""
+    """Muon, 4 micro-batches, mixed and packed text read 4 batches ahead. About half of the kills are meant to strike inside a save; more of them:
+    `kill_runs.py --kills 20`."""
     found = killed(tmp_path, "--kills", "6")
     assert found["kills"] == 6 and sum(count for what, count in found["struck"].items() if what != "between saves") >= 1

@@ -1,4 +1,4 @@
-"""`fit` resumed: to the bit on packed text with micro-batches, from an older step, after signals and torn files; and what it refuses."""
+"""`fit` resumed: to the bit on mixed and packed text, read ahead, in micro-batches; after signals, kills and torn files; and what it refuses."""
 import dataclasses
 import json
 import logging
@@ -14,32 +14,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny_config import tiny_train
+from mixed_run import STEPS, data_state, make_sources, mixed_config
 
 import longmoe
 from longmoe.cli import main
-from longmoe.configs import CheckpointConfig, DataConfig, MeshConfig
-from longmoe.data.corpus import build_corpus
+from longmoe.configs import CheckpointConfig
 from longmoe.train import loop, run_files
 from longmoe.train.metrics import CLOCK, read_lines
 
-STEPS = 20
-VOCAB = 300
 
-
-def corpus(folder, seed=0):
-    rng = np.random.default_rng(seed)
-    words = "def return if else for in while import class self None True lambda yield print range len sum value index".split()
-    documents = [(f"{i}.py", " ".join(rng.choice(words, int(rng.integers(1, 60))))) for i in range(40)]
-    build_corpus(folder, documents, vocab_size=VOCAB, name="words", source="generated", licences=["none"])
-    return str(folder)
-
-
-def config(path, optimizer="muon", **changes):
-    """Rows of 24 tokens hold pieces of several documents; 8 rows in 4 micro-batches."""
-    cfg = tiny_train(vocab_size=VOCAB, num_layers=2, accumulation_steps=4, optimizer=optimizer)
-    cfg = dataclasses.replace(cfg, steps=STEPS, data=DataConfig(path=path, sequence_length=24, batch_size=8), mesh=MeshConfig(data=1, fsdp=1),
-                              checkpoint=CheckpointConfig(every=5, keep=1, keep_every=10))
+def config(sources, optimizer="muon", **changes):
+    cfg = dataclasses.replace(mixed_config(sources, optimizer), checkpoint=CheckpointConfig(every=5, keep=1, keep_every=10))
     return dataclasses.replace(cfg, **changes)
 
 
@@ -55,7 +40,7 @@ def one_device_and_one_trace():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus") / "words")
+    return make_sources(tmp_path_factory.mktemp("sources"))
 
 
 def uninterrupted(text, tmp_path_factory, optimizer):
@@ -81,7 +66,12 @@ def lines(paths):
 
 
 def assert_same_run(a, b):
-    jax.tree.map(np.testing.assert_array_equal, plain(a.state), plain(b.state))
+    """Parameters, optimizer, router state, random key, data's position and every step's metrics, to the bit."""
+    def same(path, x, y):
+        assert x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes(), jax.tree_util.keystr(path)
+
+    jax.tree_util.tree_map_with_path(same, plain(a.state), plain(b.state))
+    assert data_state(Path(a.paths.root), STEPS) == data_state(Path(b.paths.root), STEPS)
     assert lines(a.paths) == lines(b.paths) and [line["step"] for line in lines(a.paths)] == list(range(1, STEPS + 1))
 
 
@@ -96,6 +86,8 @@ def steps_of(folder):
 @pytest.fixture
 def kill_at(monkeypatch):
     """kill_at(step, *signals): the signals come while that step runs, in later calls of fit."""
+    # A shell's background job inherits an ignored SIGINT, which a run leaves ignored.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     recorder = loop._Recorder.record
 
     def at(step, *numbers):
@@ -106,21 +98,37 @@ def kill_at(monkeypatch):
             recorder(self, pending, progress)
 
         monkeypatch.setattr(loop._Recorder, "record", record)
-    return at
+    yield at
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
-def test_ten_and_ten_are_twenty_to_the_bit(optimizer, request, text, tmp_path, caplog):
-    """From step 10 of a finished run, into fresh objects; the later checkpoint and the later lines go, after a sentence."""
-    whole = request.getfixturevalue(optimizer)
-    run = copied(whole, tmp_path)
+def test_ten_steps_and_ten_in_fresh_objects_are_twenty_to_the_bit(optimizer, request, text, tmp_path, kill_at):
+    whole, run, cfg = request.getfixturevalue(optimizer), tmp_path / "run", config(text, optimizer)
+    assert cfg.data.prefetch == 4 and cfg.accumulation_steps == 4
+    kill_at(10, signal.SIGTERM)
+    with pytest.raises(longmoe.Stopped):
+        longmoe.fit(cfg, run)
+    assert steps_of(run) == [10] and [line["step"] for line in read_lines(run / "metrics.jsonl")] == list(range(1, 11))
+    packer = data_state(run, 10)["packer"]
+    # Tokens that the steps were given, not those that were read ahead; all three sources among them, and documents that are cut.
+    assert sum(source["tokens"] for source in packer["sources"].values()) == 10 * 8 * 24
+    assert all(source["tokens"] > 0 for source in packer["sources"].values()) and any(lane and lane[2] > 0 for lane in packer["lanes"])
+    kill_at(None)
+    assert_same_run(longmoe.fit(cfg, run), whole)
+    assert_same_run(longmoe.fit(cfg, run), whole)   # a run that has ended is given back as it is
+
+
+def test_resume_from_an_older_step(muon, text, tmp_path, caplog):
+    """The later checkpoint and the later lines go, after a sentence; the call without it ends where the run had ended."""
+    run = copied(muon, tmp_path)
     assert steps_of(run) == [10, 20]
     with caplog.at_level(logging.INFO, "longmoe"):
-        short = longmoe.fit(config(text, optimizer, steps=10), run, resume_from=10)
+        short = longmoe.fit(config(text, steps=10), run, resume_from=10)
     assert int(short.state.step) == 10 and steps_of(run) == [10] and [line["step"] for line in lines(short.paths)] == list(range(1, 11))
     assert "dropping the checkpoints of steps [20] and the metrics of later steps" in caplog.text
-    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(plain(short.state)), jax.tree.leaves(plain(whole.state))))
-    assert_same_run(longmoe.fit(config(text, optimizer), run), whole)
+    assert any(np.any(a != b) for a, b in zip(jax.tree.leaves(plain(short.state)), jax.tree.leaves(plain(muon.state))))
+    assert_same_run(longmoe.fit(config(text), run), muon)
 
 
 def test_signals_save_and_the_same_call_resumes(muon, text, tmp_path, kill_at):
@@ -171,8 +179,8 @@ def test_refusals_come_before_anything_is_dropped(muon, text, tmp_path):
         longmoe.fit(config(text), run, resume_from=5)
     with pytest.raises(ValueError, match="resume_from: got 10 with fresh=True, wanted one of the two"):
         longmoe.fit(config(text), run, resume_from=10, fresh=True)
-    with pytest.raises(ValueError, match="state: source 'corpus' was saved with fingerprint"):
-        longmoe.fit(config(corpus(tmp_path / "other", seed=1)), run, resume_from=10)
+    with pytest.raises(ValueError, match="state: source 'code' was saved with fingerprint"):
+        longmoe.fit(config(make_sources(tmp_path / "other", seed=1)), run, resume_from=10)
     with pytest.raises(ValueError, match="state: it was saved with seed=0, this loader has seed=1"):
         longmoe.fit(config(text, seed=1), run, resume_from=10)
     with pytest.raises(ValueError, match="another config .optim.optimizer: saved 'muon', now 'adamw'"):
@@ -196,12 +204,12 @@ def test_a_second_process_is_refused(tmp_path):
     try:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="run_dir: got .* where another process is training"):
-            longmoe.fit(config("nowhere"), tmp_path, fresh=True)
+            longmoe.fit(config(Path("nowhere")), tmp_path, fresh=True)
     finally:
         process.kill()
         process.wait()
-    with pytest.raises(ValueError, match="path: got 'nowhere', which is no folder"):
-        longmoe.fit(config("nowhere"), tmp_path)
+    with pytest.raises(ValueError, match="path: got 'nowhere/code', which is no folder"):
+        longmoe.fit(config(Path("nowhere")), tmp_path)
 
 
 @pytest.mark.parametrize("local", [True, False])
