@@ -112,7 +112,7 @@ def measure_conditioning(name: str, scratch: Path, draws: int = 3) -> list[Figur
             draw = np.random.default_rng(seed)
             moved = jax.tree.map(lambda x: x * (1 + draw.integers(-1, 2, x.shape) * 2.0 ** -23), variables["params"])  # noqa: B023
             figures.append(compare(name, MOVED, tensors(moved), exact, None))
-    return [max(draws, key=lambda figure: figure.worst) for draws in zip(*figures)]
+    return [max(quantity, key=lambda figure: figure.worst) for quantity in zip(*figures)]
 
 
 def _load(name: str, dtype: str, scratch: Path) -> tuple[ModelConfig, Any]:

@@ -95,7 +95,8 @@ def model_row(case: str, in_32: Agreement, in_64: Agreement, in_16: Agreement, f
     rms = next(figure.rms for figure in in_16.figures if figure.quantity == "logits")
     routes = f"{in_16.routes:.3f}" if "router_ids_sorted" in load(case).outputs else "-"
     cells = [case, producer(case), worst(filter(is_logits, in_32.figures), False), worst(inside, False), worst(in_32.figures, True),
-             ", ".join(worst(moved, gradient) for gradient in (False, True)) if moved else "-", "equal" if in_32.routes == 1 else "DIFFERENT", {True: "equal", None: "-", False: "DIFFERENT"}[in_32.same_tokens],
+             ", ".join(worst(moved, gradient) for gradient in (False, True)) if moved else "-",
+             "equal" if in_32.routes == 1 else "DIFFERENT", {True: "equal", None: "-", False: "DIFFERENT"}[in_32.same_tokens],
              worst(in_64.figures, False), f"{rms:.2f}, {in_16.top1:.3f}, {routes}", *(f"{near.rms:.2f}, {near.top1:.3f}" for near in forced),
              f"{theirs['logits_rms']:.2f}, {theirs['top1']:.3f}" if theirs else "-"]
     return f"| {' | '.join(cells)} |"
