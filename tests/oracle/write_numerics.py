@@ -1,6 +1,6 @@
 """Runs every golden vector in float32, float64 and bfloat16 and writes the tables of docs/numerics.md, and all figures as JSON.
 
-    python tests/oracle/write_numerics.py          # about 15 minutes on 2 cores
+    python tests/oracle/write_numerics.py [--models]         # about 20 minutes on 2 cores; --models keeps the components' figures and rows as they are
 
 Cases that are not committed are read from ../shared/oracle and must be there. Exits with 1 where a figure is over its bound.
 """
@@ -102,16 +102,32 @@ def model_row(case: str, in_32: Agreement, in_64: Agreement, in_16: Agreement, f
     return f"| {' | '.join(cells)} |"
 
 
+def kept_components(text: str) -> tuple[list[str], list[Figure], str]:
+    """(rows, figures, commit) of the components as the page and the record hold them."""
+    record = json.loads(RECORD.read_text())
+    model_cases = {case for kind in MODELS for case in cases(kind)}
+    rows = text[text.index("### Components"):text.index("### Models")].splitlines()
+    return ([row for row in rows if row.startswith("|")], [Figure(**figure) for figure in record["figures"] if figure["case"] not in model_cases],
+            record["commits"]["components"] if "commits" in record else record["commit"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--page", type=Path, default=PAGE)
-    page = parser.parse_args().page
+    parser.add_argument("--models", action="store_true")
+    arguments = parser.parse_args()
+    page = arguments.page
     if not SHARED.is_dir():
         raise SystemExit(f"{SHARED}: no such folder; the tables are of all cases, the committed ones alone are what the suite runs")
-    figures: list[Figure] = []
-    components, models = component_rows(figures), model_rows(figures)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    RECORD.write_text(json.dumps(dict(command="python tests/oracle/write_numerics.py", commit=commit, jax=jax.__version__, machine=platform.machine(),
+    commits = dict(components=commit, models=commit)
+    figures: list[Figure] = []
+    if arguments.models:
+        components, figures, commits["components"] = kept_components(page.read_text())
+    else:
+        components = component_rows(figures)
+    models = model_rows(figures)
+    RECORD.write_text(json.dumps(dict(command="python tests/oracle/write_numerics.py", commits=commits, jax=jax.__version__, machine=platform.machine(),
                                       figures=[dataclasses.asdict(figure) for figure in figures]), indent=None).replace("}, {", "},\n {") + "\n")
     text = page.read_text()
     head, tail = text[:text.index(BEGIN) + len(BEGIN)], text[text.index(END):]
