@@ -1,9 +1,13 @@
 """Runs the model cases from their checkpoints, and measures logits, per-layer values, routes, gradients and decoding."""
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +15,14 @@ from oracle_layers import bound, recorded, sorted_routes
 from oracle_vectors import GRADIENT_BOUNDS, Case, Figure, checkpoint, compare, load
 
 from longmoe import LongMoE, generate, init_cache, load_hf, unstack_layers
+from longmoe.balancing import balancers
 from longmoe.configs import ModelConfig
 from longmoe.interop.hf import published
 from longmoe.model.lm import RUN_ONCE
-from longmoe.model.router import Routing
+from longmoe.model.router import Router, Routing
 
+MOVED = "float64, weights an ulp away"
+"""The dtype under which a Figure of `measure_conditioning` goes."""
 run_once = functools.partial(jax.jit, compiler_options=RUN_ONCE)
 
 
@@ -31,14 +38,95 @@ class Agreement:
     """Share of positions whose most likely token is the float64 reference's."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Nearness:
+    """Logits against the float64 reference: the measures of a Figure, and of an Agreement."""
+    worst: float
+    rms: float
+    top1: float
+
+    @classmethod
+    def of(cls, logits: Any, case: Case) -> "Nearness":
+        got, want = np.asarray(logits, np.float64), np.asarray(case.best("logits"), np.float64)
+        figure, = compare(case.name, "", {"logits": got}, {"logits": want}, None)
+        return cls(figure.worst, figure.rms, float(np.mean(np.argmax(got, -1) == np.argmax(want, -1))))
+
+
+@contextlib.contextmanager
+def forced_routes(experts: Mapping[str, np.ndarray]) -> Iterator[None]:
+    """While a model is traced in here, its routers choose `experts` (by the router's path, [B, T, K]); their weights come from their own scores."""
+    route = balancers.route
+
+    def choose(next_call: Callable, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        if not isinstance(context.module, Router) or context.method_name != "__call__":
+            return next_call(*args, **kwargs)
+        chosen = jnp.asarray(experts["/".join(context.module.path)])
+        with mock.patch.object(balancers, "route", lambda *inputs: (chosen, route(*inputs)[1])):
+            return next_call(*args, **kwargs)
+
+    with nn.intercept_methods(choose):
+        yield
+
+
+def measure_forced(name: str, scratch: Path) -> tuple[Nearness, Nearness]:
+    """(bfloat16, float32 with weights that were rounded to bfloat16), both with the experts that the float32 model chooses.
+
+    No expert flips: the first is what rounding does to the numbers, the second what of that is the weights' rounding.
+    """
+    case = load(name)
+    tokens = jnp.asarray(case.inputs["tokens"], jnp.int32)
+    (config, exact), (narrow_config, narrow) = (_load(name, dtype, scratch) for dtype in ("float32", "bfloat16"))
+    experts = run_once(lambda v: {path: output[0].expert_ids for path, (_, output) in recorded(LongMoE(config), v, tokens)[1].items()
+                                  if path.endswith("/router")})(exact)
+
+    def nearness(config: ModelConfig, variables: Any) -> Nearness:
+        with forced_routes(jax.tree.map(np.asarray, experts)):
+            return Nearness.of(run_once(lambda v: LongMoE(config).apply(v, tokens).logits)(variables), case)
+
+    return nearness(narrow_config, narrow), nearness(config, jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+
+
+def measure_conditioning(name: str, scratch: Path, draws: int = 3) -> list[Figure]:
+    """How far logits and gradients move in float64 when each weight moves by at most one float32 unit in the last place.
+
+    Largest figures of the draws. It is the size of error that float32 arithmetic without a fault of its own has.
+    """
+    case = load(name)
+    tokens = jnp.asarray(case.inputs["tokens"], jnp.int32)
+    with jax.enable_x64(True):
+        config, variables = _load(name, "float64", scratch)
+
+        def loss_of(params: Any) -> tuple[Any, Any]:
+            logits = LongMoE(config).apply({**variables, "params": params}, tokens).logits
+            return _loss(logits, tokens), logits
+
+        gradient = run_once(jax.grad(loss_of, has_aux=True))
+
+        def tensors(params: Any) -> dict[str, np.ndarray]:
+            gradients, logits = jax.tree.map(np.asarray, gradient(params))
+            named = published(config, {**variables, "params": gradients})
+            return {"logits": logits, **{f"grad.{t.name}": t.kind.save(part) for t, part in named if "e_score_correction_bias" not in t.name}}
+
+        exact, figures = tensors(variables["params"]), []
+        for seed in range(draws):
+            draw = np.random.default_rng(seed)
+            moved = jax.tree.map(lambda x: x * (1 + draw.integers(-1, 2, x.shape) * 2.0 ** -23), variables["params"])  # noqa: B023
+            figures.append(compare(name, MOVED, tensors(moved), exact, None))
+    return [max(quantity, key=lambda figure: figure.worst) for quantity in zip(*figures)]
+
+
+def _load(name: str, dtype: str, scratch: Path) -> tuple[ModelConfig, Any]:
+    """The case's model with each layer by its own name."""
+    config, variables = load_hf(checkpoint(name, scratch), dtype=dtype)
+    return dataclasses.replace(config, scan_layers=False), unstack_layers(config, variables)
+
+
 def measure_model(name: str, dtype: str, scratch: Path) -> Agreement:
     """float32: everything that the case holds. bfloat16: logits, masked too; float64: those of them with a float64 reference."""
     case = load(name)
     kind = "kimi_linear" if name.startswith("kimi_linear") else "k3"
     with jax.enable_x64(dtype == "float64"):
-        config, variables = load_hf(checkpoint(name, scratch), dtype=dtype)
-        variables = unstack_layers(config, variables)
-        config = dataclasses.replace(config, scan_layers=False)         # each layer by its own name
+        config, variables = _load(name, dtype, scratch)
         got, gradients = _forward(config, variables, case, with_gradients=dtype == "float32" and bool(case.gradients))
         if "masked_tokens" in case.inputs:
             got["masked_logits"] = _masked(config, variables, case)
@@ -55,11 +143,14 @@ def measure_model(name: str, dtype: str, scratch: Path) -> Agreement:
     if dtype == "float32":
         left = {n.removesuffix("_f64") for n in case.outputs if not n.startswith("dequantised.")} - set(got) - {"gen_tokens"}
         assert not left, f"{name}: not compared: {left}"
-    logits = np.asarray(case.best("logits"))
     routes = case.outputs.get("router_ids_sorted")
     return Agreement(figures, routes=1.0 if routes is None else float(np.mean(np.all(got["router_ids_sorted"] == routes, axis=-1))),
                      same_tokens=None if tokens is None else bool(np.array_equal(tokens, case.outputs["gen_tokens"])),
-                     top1=float(np.mean(np.argmax(np.asarray(got["logits"], np.float64), -1) == np.argmax(logits, -1))))
+                     top1=Nearness.of(got["logits"], case).top1)
+
+
+def _loss(logits: Any, tokens: Any) -> Any:
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1))
 
 
 def _forward(config: ModelConfig, variables: Any, case: Case, with_gradients: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -68,8 +159,7 @@ def _forward(config: ModelConfig, variables: Any, case: Case, with_gradients: bo
 
     def loss_of(params: Any) -> tuple[Any, dict[str, Any]]:
         output, calls = recorded(model, {**variables, "params": params}, tokens)
-        logp = jax.nn.log_softmax(output.logits[:, :-1])
-        loss = -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+        loss = _loss(output.logits, tokens)
         return loss, {"logits": output.logits, **({"loss": loss[None]} if "loss" in case.outputs else {}), **_inside(config, calls, case)}
 
     if not with_gradients:

@@ -1,6 +1,6 @@
 """Whole models, from their checkpoints, against vectors made by transformers 5.24.0 (kimi_linear) and nemo_automodel 0.7.0 (k3)."""
 import pytest
-from oracle_models import MODELS, measure_model
+from oracle_models import MODELS, measure_forced, measure_model
 from oracle_vectors import assert_passes, cases, checkpoint, committed, load
 
 from longmoe import load_hf
@@ -36,6 +36,13 @@ def test_bfloat16(case, tmp_path):
     agreement = measure_model(case, "bfloat16", tmp_path)
     logits = next(figure for figure in agreement.figures if figure.quantity == "logits")
     assert logits.rms < 0.5 and agreement.top1 > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL)
+def test_bfloat16_with_the_experts_of_float32(case, tmp_path):
+    narrow, _ = measure_forced(case, tmp_path)
+    assert narrow.rms < 0.25 and narrow.top1 > 0.75
 
 
 @pytest.mark.parametrize("case", [case for case in cases("k3") if case.endswith("mxfp4")])
