@@ -274,7 +274,7 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     _join(r, groups)
     c, table = columns(r["c"].at[wg], 0), r["sums"].at[wg]
     tile = lambda i: r["tiles"].at[wg, i]
-    (c[...],) = running_sums(config, r, [wg], m.valid, [tile(0)], [tile(1)], tile(2))
+    c[...] = running_sums(config, r, wg, m.valid, tile(0), tile(1), tile(2))
     plgpu.commit_smem()
     _load_states(r, index, wg, value_slabs)
     tile_sums(c, table)

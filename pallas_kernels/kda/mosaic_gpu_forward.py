@@ -74,14 +74,17 @@ def inverse(a: Array, a_s: Any, tiles: list[Any]) -> Array:
     for i in reversed(range(3)):
         stacked = jnp.where(tile <= i, lax.slice(a, (0, i * TILE), (CHUNK, (i + 1) * TILE)), stacked)
     a_s.at[:, pl.ds(0, TILE)][...] = stacked
-    x = jnp.where(iota(0, TILE) - tile * TILE == column, 1.0, 0.0)
-    for k in reversed(range(1, TILE)):
-        rows = None
+
+    def eliminate(step, x):
+        k, rows = TILE - 1 - step, None
         for i in reversed(range(4)):
             row = across(plgpu.load(a_s.at[TILE * i + k, pl.ds(0, TILE)], layout=COLUMNS, optimized=False))
             rows = row if rows is None else jnp.where(tile <= i, row, rows)
         final = jnp.sum(jnp.where(column == k, x, 0.0), axis=1)
-        x = x - down(final, TILE) * rows
+        return x - down(final, TILE) * rows
+
+    # A loop, as everywhere in this kernel where it can be one: it runs once per block, and what it waits for is its own instructions.
+    x = lax.fori_loop(0, TILE - 1, eliminate, jnp.where(iota(0, TILE) - tile * TILE == column, 1.0, 0.0))
     t = jnp.concatenate([jnp.where(tile == i, x, 0.0) for i in range(4)], axis=1)
     for size in (TILE, 2 * TILE):
         row, column = iota(0) // size, iota(1) // size
@@ -111,30 +114,35 @@ def load_chunk(refs: dict, index: tuple[Array, Array, Array], wide: tuple[str, .
     plgpu.barrier_wait(refs["barrier"])
 
 
-def _outgoing(config: Config, refs: dict, m: Masks, scales: tuple[Array | None, Array | None], cs: list[Array]) -> None:
-    """Qg -> x1, Kd -> x2, Kr -> x3, e^(G_C) -> decay; the left factor of q's scores replaces q. cs: running sums of each slab."""
-    for s, c in enumerate(cs):
-        table = refs["sums"].at[s]
-        entering = jnp.exp2(c + by_tile(table, ENTERING))
-        q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
-        refs["x1"].at[s][...] = kept(m.entry, q * entering).astype(BF16)
-        k = scaled(refs["k"], s, scales[1], m.valid) * down(beta_rows(refs))
-        refs["x2"].at[s][...] = kept(m.entry, k * entering).astype(BF16)
-        q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
-        refs["q"].at[s][...] = (q * left_factor(c)).astype(BF16)
-        leaving = jnp.exp2(by_tile(table, LEAVING) - c)
-        refs["x3"].at[s][...] = kept(m.exit, scaled(refs["k"], s, scales[1], m.valid) * leaving).astype(BF16)
-        whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
-        columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
+def _slab(config: Config, refs: dict, m: Masks, index: tuple[Array, Array, Array], scales: tuple[Array | None, Array | None], s: Any) -> None:
+    """Slab s of the keys' channels: writes Qg, Kd, Kr and e^(G_C), and leaves the factors of the scores.
 
-
-def _score_factors(refs: dict, m: Masks, k_scale: Array | None, cs: list[Array]) -> None:
-    """The left factor of k -> x1; its right factors for tiles that are 0, 1, 2, 3 apart -> x2, x3, x4 and in place of k."""
-    for s, c in enumerate(cs):
-        table = refs["sums"].at[s]
-        refs["x1"].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * left_factor(c)).astype(BF16)
-        for distance, right in enumerate(("x2", "x3", "x4", "k")):
-            refs[right].at[s][...] = (scaled(refs["k"], s, k_scale, m.valid) * right_factor(c, table, distance)).astype(BF16)
+    Left ones in place of q and in x1; k's right factors for tiles that are 0, 1, 2, 3 apart in x2, x3, x4 and in place of k.
+    """
+    b, h, n = index
+    table, at = refs["sums"], {name: refs[name].at[s] for name in ("q", "k", "x1", "x2", "x3", "x4")}
+    # In registers from here on: with it in shared memory a multiprocessor would hold one block.
+    c = running_sums(config, refs, s, m.valid, at["x1"], at["x2"], at["x4"])
+    half = refs["half"].shape[-1]
+    for i in range(SLAB // half):
+        refs["half"][...] = lax.slice(c, (0, i * half), (CHUNK, (i + 1) * half))
+        tile_sums(refs["half"], table.at[:, pl.ds(i * half, half)])
+    q = lambda: scaled(refs["q"], s, scales[0], m.valid) * config.scale
+    k = lambda: scaled(refs["k"], s, scales[1], m.valid)
+    entering = jnp.exp2(c + by_tile(table, ENTERING))
+    at["x1"][...] = kept(m.entry, q() * entering).astype(BF16)
+    at["x2"][...] = kept(m.entry, k() * down(beta_rows(refs)) * entering).astype(BF16)
+    at["q"][...] = (q() * left_factor(c)).astype(BF16)
+    at["x3"][...] = kept(m.exit, k() * jnp.exp2(by_tile(table, LEAVING) - c)).astype(BF16)
+    whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
+    columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
+    plgpu.commit_smem()
+    for name, tile in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
+        plgpu.copy_smem_to_gmem(at[tile], columns(refs[f"{name}_out"].at[b, h, n], s))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    at["x1"][...] = (k() * left_factor(c)).astype(BF16)
+    for distance, right in enumerate(("x2", "x3", "x4", "k")):
+        at[right][...] = (k() * right_factor(c, table, distance)).astype(BF16)
 
 
 def scores(refs: dict, left: str, slabs: int) -> Array:
@@ -149,29 +157,17 @@ def scores(refs: dict, left: str, slabs: int) -> Array:
 def _prepare_body(config: Config, names: tuple[str, ...], key: int, *refs: Any) -> None:
     refs = dict(zip(names, refs))
     refs.setdefault("x4", refs["g"])
-    refs["x3"], c_s, a_s = refs["x3"]
+    refs["x3"], a_s = refs["x3"]
     slabs = key // SLAB
     index = b, h, n = tuple(lax.axis_index(name) for name in ("b", "h", "n"))
     if config.bound is not None:
         refs["rate"] = refs["rate_in"][h]
     load_chunk(refs, index, ("q", "k", "g"), slabs)
     m = masks(refs, index)
-    each = range(slabs)
-    # In registers from here on: with them in shared memory a multiprocessor would hold one block, and most of a block's time is latency.
-    cs = []
-    for c in running_sums(config, refs, list(each), m.valid, [refs["x1"].at[s] for s in each], [refs["x2"].at[s] for s in each], refs["x4"].at[0]):
-        c_s[...] = c
-        tile_sums(c_s, refs["sums"].at[len(cs)])
-        cs.append(c)
     scales = tuple(row_scale(refs[name], config.normalize, slabs) for name in ("q", "k"))
-    _outgoing(config, refs, m, scales, cs)
-    plgpu.commit_smem()
+    one_slab = functools.partial(_slab, config, refs, m, index, scales)
+    lax.fori_loop(0, slabs, lambda s, _: one_slab(s), None)
     plgpu.copy_smem_to_gmem(refs["decay"], refs["decay_out"].at[b, h, n])
-    for name, ref in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
-        for s in range(slabs):
-            plgpu.copy_smem_to_gmem(refs[ref].at[s], columns(refs[f"{name}_out"].at[b, h, n], s))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _score_factors(refs, m, scales[1], cs)
     plgpu.commit_smem()
     p = scores(refs, "q", slabs)
     refs["q"].at[0][...] = kept(visible(refs, iota(0) >= iota(1)), p).astype(BF16)
@@ -208,8 +204,9 @@ def prepare_scratch(key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict
     if g_dtype != BF16:
         names["x4"] = wide()
     # The padding of 8 columns spreads the rows over the banks.
-    spare = plgpu.RefUnion(wide(), plgpu.SMEM((CHUNK, SLAB), F32), plgpu.SMEM((CHUNK, TILE + 8), F32))
-    return names | dict(x1=wide(), x2=wide(), x3=spare, sums=plgpu.SMEM((slabs, SUMS, SLAB), F32), decay=plgpu.SMEM((key,), F32))
+    spare = plgpu.RefUnion(wide(), plgpu.SMEM((CHUNK, TILE + 8), F32))
+    return names | dict(x1=wide(), x2=wide(), x3=spare, half=plgpu.SMEM((CHUNK, SLAB // 2), F32), sums=plgpu.SMEM((SUMS, SLAB), F32),
+                        decay=plgpu.SMEM((key,), F32))
 
 
 def prepare(config: Config, x: Inputs) -> Prepared:

@@ -8,7 +8,6 @@ Decays are in bits (log2).
 Documents need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
 """
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -127,8 +126,9 @@ ENTERING, LEAVING = (None, 0, 4, 8), (WHOLE, 9, 6, 3)
 
 
 def tile_sums(c: Any, table: Any) -> None:
-    """Running sums c [64, 64 + ...] in shared memory -> the table [SUMS, 64]."""
-    t = [plgpu.load(c.at[TILE * (i + 1) - 1, pl.ds(0, SLAB)], layout=COLUMNS, optimized=False) for i in range(4)]
+    """Running sums c [64, W] in shared memory, its last row of each tile at least -> the table [SUMS, W]."""
+    columns = pl.ds(0, table.shape[-1])
+    t = [plgpu.load(c.at[TILE * (i + 1) - 1, columns], layout=COLUMNS, optimized=False) for i in range(4)]
     late = t[2] + t[3]
     # Not jnp.zeros: a splat has no layout in which it could be stored.
     zero = late * 0.0
@@ -165,21 +165,18 @@ def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
     return refs["g"].at[s][...].astype(F32), bias
 
 
-def running_sums(config: Config, refs: dict, slabs: list[Any], valid: Array | None, highs: list, lows: list, ones: Any) -> Iterator[Array]:
-    """Running sums of the log decay inside each tile, float32 [64, 64], for some slabs. highs, lows, ones: scratch tiles.
+def running_sums(config: Config, refs: dict, s: Any, valid: Array | None, high: Any, low: Any, ones: Any) -> Array:
+    """Running sums of slab s of the log decay inside each tile, float32 [64, 64]. high, low, ones: scratch tiles, `ones` in the gate's place if need be.
 
     A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
     """
-    for s, high, low in zip(slabs, highs, lows):
-        parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
-        for ref, part in zip((high, low), parts):
-            ref[...] = part
-    # Last, since it may take the gate's place.
+    parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
+    for ref, part in zip((high, low), parts):
+        ref[...] = part
     row, column = iota(0), iota(1)
     ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
     plgpu.commit_smem()
-    for high, low in zip(highs, lows):
-        yield product((ones, high), (ones, low))
+    return product((ones, high), (ones, low))
 
 
 def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
