@@ -127,12 +127,12 @@ def _slab(config: Config, refs: dict, m: Masks, index: tuple[Array, Array, Array
     for i in range(SLAB // half):
         refs["half"][...] = lax.slice(c, (0, i * half), (CHUNK, (i + 1) * half))
         tile_sums(refs["half"], table.at[:, pl.ds(i * half, half)])
-    q = lambda: scaled(refs["q"], s, scales[0], m.valid) * config.scale
+    q = scaled(refs["q"], s, scales[0], m.valid) * config.scale
     k = lambda: scaled(refs["k"], s, scales[1], m.valid)
     entering = jnp.exp2(c + by_tile(table, ENTERING))
-    at["x1"][...] = kept(m.entry, q() * entering).astype(BF16)
+    at["x1"][...] = kept(m.entry, q * entering).astype(BF16)
     at["x2"][...] = kept(m.entry, k() * down(beta_rows(refs)) * entering).astype(BF16)
-    at["q"][...] = (q() * left_factor(c)).astype(BF16)
+    at["q"][...] = (q * left_factor(c)).astype(BF16)
     at["x3"][...] = kept(m.exit, k() * jnp.exp2(by_tile(table, LEAVING) - c)).astype(BF16)
     whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
     columns(refs["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
@@ -140,9 +140,10 @@ def _slab(config: Config, refs: dict, m: Masks, index: tuple[Array, Array, Array
     for name, tile in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
         plgpu.copy_smem_to_gmem(at[tile], columns(refs[f"{name}_out"].at[b, h, n], s))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    at["x1"][...] = (k() * left_factor(c)).astype(BF16)
+    keys = k()
+    at["x1"][...] = (keys * left_factor(c)).astype(BF16)
     for distance, right in enumerate(("x2", "x3", "x4", "k")):
-        at[right][...] = (k() * right_factor(c, table, distance)).astype(BF16)
+        at[right][...] = (keys * right_factor(c, table, distance)).astype(BF16)
 
 
 def scores(refs: dict, left: str, slabs: int) -> Array:
