@@ -1,8 +1,10 @@
 """The command line's answers to good and bad arguments."""
+import json
 import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import longmoe
@@ -77,3 +79,16 @@ def test_a_second_process_on_a_run_directory_is_refused(capsys, tmp_path):
         assert main(["train", "nano", "--run-dir", str(tmp_path)]) == 2
         other.stdin.close()
     assert "where another process is training; wait for it, end it, or use another folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
+    out = tmp_path / "kda.json"
+    assert main(["bench", "kda", "--shapes", "test", "--repeats", "2", "--no-accuracy", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["command"].startswith("longmoe bench kda --shapes test") and found["jax"] == jax.__version__
+    portable = [row for row in found["speed"] if row["implementation"] == "xla"]
+    assert len(portable) == 4 and any(row["implementation"] == "reference" for row in found["speed"])
+    for row in portable:
+        assert row["forward"]["median_ms"] > 0 and row["forward_backward"]["min_ms"] > 0
+        assert 0 < row["rms"]["o"] < 1e-6 and 0 < row["rms"]["worst_gradient"] < 2e-6
