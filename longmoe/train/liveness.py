@@ -11,18 +11,22 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat2", "custom_lin"}
+INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat2",
+           "custom_vmap_call", "eval_jaxpr"}
 REMAT = {"checkpoint", "remat2"}
 VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "name", "stop_gradient", "copy", "copy_p", "pvary"}
 CHEAP = {
     "add", "sub", "mul", "neg", "max", "min", "abs", "sign", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "square",
     "convert_element_type", "broadcast_in_dim", "transpose", "iota", "slice", "pad", "rev", "is_finite", "clamp", "floor", "ceil", "round", "dynamic_slice",
-    "shift_right_logical", "shift_left", "shift_right_arithmetic", "add_any", "integer_pow", "reduce_precision"}
-COSTLY = {"div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "erf", "erf_inv", "sin", "cos", "rem", "cbrt"}
-READERS = CHEAP | COSTLY | VIEWS | {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "concatenate"}
+    "shift_right_logical", "shift_left", "shift_right_arithmetic", "add_any", "integer_pow", "reduce_precision",
+    "one_minus_square", "split", "unstack"}
+COSTLY = {"div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "erf", "erf_inv", "sin", "cos", "rem", "cbrt", "asinh", "sinh"}
+READERS = CHEAP | COSTLY | VIEWS | {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin",
+                                      "concatenate", "stack"}
 """Operations that take fused operands."""
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
 """Operations that write into their first operand where nothing reads it afterwards."""
+LOOPS = {"scan", "while"}
 
 
 @dataclasses.dataclass
@@ -63,7 +67,7 @@ class Program:
     def _apply(self, eqn: Any, operands: list[int], region: int) -> Iterable[int]:
         name = eqn.primitive.name
         if name in INLINED:
-            body = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
+            body = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in eqn.params)
             if name in REMAT:
                 self._regions += 1
                 region = self._regions

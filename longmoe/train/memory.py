@@ -19,7 +19,7 @@ from longmoe.model.costs import parameter_shapes
 from longmoe.model.depth import Group, depth_blocks, flat_plan
 from longmoe.model.layers import rms_normalize
 from longmoe.parallel.rules import matrix_axes, spec_of
-from longmoe.train.liveness import Program, last_reads, live, own_peak, stored
+from longmoe.train.liveness import LOOPS, Program, last_reads, live, own_peak, stored
 from longmoe.train.losses import chunked_cross_entropy
 from longmoe.train.step import KEYS
 
@@ -32,8 +32,8 @@ ORTHOGONALISING = 3
 class TrainingMemory:
     """Bytes on one device."""
     parts: dict[str, int]
-    """At the fullest moment: parameters, optimizer (its moments), gradients, saved_activations (kept for the backward pass), temporary (of the layer, of
-    the loss or of the optimizer that runs then), batch. They sum to `peak`."""
+    """At the fullest moment: parameters, optimizer (its moments), batch, gradients, saved_activations (kept for the backward pass), temporary (of the
+    layer, of the loss or of the optimizer that runs then), loop_buffers (of layers that the backward pass has yet to reach). They sum to `peak`."""
     phases: dict[str, int]
     """The most that each of PHASES needs, everything counted."""
     saved_by_layer: dict[str, int]
@@ -55,6 +55,8 @@ class LayerMemory:
     """Kept from the forward to the backward pass, the layer's output among it."""
     backward: int
     """Most bytes during the backward pass: what is left of `saved`, and the gradients of the parameters, among it."""
+    loop_buffers: int
+    """What the backward pass's loops write into (grouped matmuls, scans): zeros at first."""
 
 
 def training_memory(cfg: TrainConfig) -> TrainingMemory:
@@ -73,14 +75,17 @@ def training_memory(cfg: TrainConfig) -> TrainingMemory:
     batch = len(KEYS) * 4 * rows * tokens * cfg.accumulation_steps
     kinds = {kind: layer_memory(model, *kind, rows, tokens) for kind in dict.fromkeys(_kind(model, i) for i in range(model.num_layers))}
     saved = [kinds[_kind(model, i)].saved for i in range(model.num_layers)]
+    # XLA lays out the zeros of all layers outside scans early, in one go.
+    ahead = [0 if group.repeats > 1 else kinds[_kind(model, layer)].loop_buffers for group in flat_plan(model) for layer, _, _ in group.layers()]
     hidden = rows * tokens * model.width * jnp.dtype(model.dtype).itemsize
     summed = all_gradients if cfg.accumulation_steps > 1 else 0         # those of the micro-batches before
     moments = {
         "loss": dict(gradients=summed, saved_activations=hidden + sum(saved) + output_memory(model, rows, tokens).saved,
-                     temporary=loss_memory(cfg, rows, tokens)),
-        "backward": max((_backward(model, group, kinds, saved, gradients, hidden) for group in flat_plan(model)), key=lambda parts: sum(parts.values())),
+                     temporary=loss_memory(cfg, rows, tokens), loop_buffers=sum(ahead)),
+        "backward": max((_backward(model, group, kinds, saved, gradients, hidden) | dict(loop_buffers=sum(ahead[:group.start]))
+                         for group in flat_plan(model)), key=lambda parts: sum(parts.values())),
         "optimizer": dict(gradients=all_gradients, saved_activations=0, temporary=all_gradients + 4 * ORTHOGONALISING * max(
-            (count for name, count in own.items() if _moments(cfg, name) == 1), default=0))}
+            (count for name, count in own.items() if _moments(cfg, name) == 1), default=0), loop_buffers=0)}
     moments["backward"]["gradients"] += summed
     phases = {phase: parameters + optimizer + batch + sum(parts.values()) for phase, parts in moments.items()}
     return TrainingMemory(dict(parameters=parameters, optimizer=optimizer, batch=batch) | moments[max(phases, key=phases.__getitem__)], phases,
@@ -142,7 +147,10 @@ def _both_passes(run: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]
     kept = stored(program, outputs)
     end, held = last_reads(program, kept, outputs), live(program, inputs, outputs)
     before = {at for op in program.ops[:boundary] for at in op.writes} & kept - set(inputs)
-    return LayerMemory(sum(program.size[at] for at in before if end.get(at, -1) >= boundary), max(held[boundary:], default=0))
+    zeros = {at for op in program.ops for at in op.writes if op.name == "broadcast_in_dim" and not op.reads}
+    written = {at for op in program.ops[boundary:] if op.name in LOOPS for at in op.reads if at in zeros}
+    return LayerMemory(saved=sum(program.size[at] for at in before if end.get(at, -1) >= boundary), backward=max(held[boundary:], default=0),
+                       loop_buffers=sum(program.size[at] for at in written))
 
 
 def loss_memory(cfg: TrainConfig, rows: int, tokens: int) -> int:
