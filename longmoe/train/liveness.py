@@ -20,9 +20,10 @@ CHEAP = {
     "convert_element_type", "broadcast_in_dim", "transpose", "iota", "slice", "pad", "rev", "is_finite", "clamp", "floor", "ceil", "round", "dynamic_slice",
     "shift_right_logical", "shift_left", "shift_right_arithmetic", "add_any", "integer_pow", "reduce_precision",
     "one_minus_square", "split", "unstack"}
-COSTLY = {"div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "erf", "erf_inv", "sin", "cos", "rem", "cbrt", "asinh", "sinh"}
-READERS = CHEAP | COSTLY | VIEWS | {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin",
-                                      "concatenate", "stack"}
+COSTLY = {"div", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "pow", "erf", "erf_inv", "sin", "cos", "rem", "cbrt",
+          "asinh", "sinh"}
+READERS = CHEAP | COSTLY | VIEWS | {
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod", "argmax", "argmin", "concatenate", "stack"}
 """Operations that take fused operands."""
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
 """Operations that write into their first operand where nothing reads it afterwards."""
