@@ -8,6 +8,9 @@
 Names load on first use, so that importing the package is quick and never touches a device.
 """
 import importlib
+import importlib.metadata
+import re
+import warnings
 from typing import Any
 
 _HOMES = {
@@ -19,11 +22,24 @@ _HOMES = {
     "TrainState": "longmoe.train.state", "init_train_state": "longmoe.train.state", "make_train_step": "longmoe.train.step",
     "fit": "longmoe.train.loop", "Stopped": "longmoe.train.signals", "load_checkpoint": "longmoe.train.checkpoints",
     "load_hf": "longmoe.interop.hf", "save_hf": "longmoe.interop.hf",
-    "generate": "longmoe.inference.engine", "estimate": "longmoe.inference.planner",
+    "generate": "longmoe.inference.engine", "estimate": "longmoe.planner",
 }
+_JAX = ((0, 11, 2), (0, 13))
+"""The first release of JAX that works, and the first that nobody has tried."""
 _MODULES = {"presets", "quantile_balancing"}
 
 __all__ = sorted(_HOMES)
+
+
+def check_jax(installed: str) -> None:
+    """ImportError for a JAX that is too old, a warning for one that is newer than any that was tried."""
+    release = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
+    first, after = (".".join(map(str, version)) for version in _JAX)
+    advice = f"wanted jax >= {first} and < {after}: pip install 'jax>={first},<{after}'"
+    if release < _JAX[0]:
+        raise ImportError(f"longmoe does not run on jax {installed}, {advice}")
+    if release >= _JAX[1]:
+        warnings.warn(f"longmoe was never tried on jax {installed}, {advice}", stacklevel=2)
 
 
 def __getattr__(name: str) -> Any:
@@ -37,3 +53,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+check_jax(importlib.metadata.version("jax"))

@@ -153,7 +153,14 @@ def _read_run(path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = read_lines(paths.metrics)
     if not lines:
         raise ValueError(f"runs: {path} has logged no step yet")
-    return json.loads(paths.run_json.read_text()), lines
+    try:
+        record = json.loads(paths.run_json.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"runs: {paths.run_json} is not JSON ({error}); the same `longmoe train` command writes it anew") from error
+    missing = [name for name in ("config", "versions", "device", "commit") if name not in record]
+    if missing:
+        raise ValueError(f"runs: {paths.run_json} lacks {', '.join(missing)}; the same `longmoe train` command writes it anew")
+    return record, lines
 
 
 def _figures(runs: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[html.Section]:

@@ -16,9 +16,9 @@ ALLOWED = {
     "configs": {"shapes"}, "shapes": set(), "presets": {"configs", "shapes"}, "balancing": {"configs", "shapes"}, "plotting": set(),
     "parallel": {"configs", "shapes"}, "model": MODEL_SIDE, "data": {"configs", "shapes"},
     "train": USERS, "evaluation": USERS, "inference": USERS, "rl": USERS | {"inference", "train"},
-    "interop": {"configs", "presets", "shapes", "model"}, "pallas_kernels": set(),
+    "planner": USERS | {"train", "inference"}, "interop": {"configs", "presets", "shapes", "model"}, "pallas_kernels": set(),
 }
-TOP = {"cli", "commands", "longmoe", "__main__"}   # may import everything
+TOP = {"cli", "commands", "plan_commands", "longmoe", "__main__"}   # may import everything
 EXTERNAL_OF_KERNELS = {"jax", "jaxtyping", "numpy"}
 
 

@@ -1,5 +1,6 @@
 """Commands on a trained run: figures, text as it comes, a comparison, and what is refused."""
 import json
+import shutil
 
 import pytest
 
@@ -59,6 +60,26 @@ def test_report_of_one_run_and_of_two(run, tmp_path, capsys):
 def test_a_missing_run_is_said(command, tmp_path, capsys):
     assert main([command, str(tmp_path / "nothing")]) == 2
     assert "wanted a folder that `longmoe train --run-dir` wrote" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_said(run, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run, damaged)
+    largest = max((path for path in (damaged / "checkpoints").rglob("*") if path.is_file() and "model" in path.parts), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    assert main(["generate", str(damaged)]) == 2
+    assert "this checkpoint is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text,message", [("{", "is not JSON"), ("{}", "lacks config, versions, device, commit")])
+def test_a_damaged_record_is_said(run, tmp_path, capsys, text, message):
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and "writes it anew" in error
 
 
 def test_characters_wait_for_their_bytes(capsys):

@@ -1,4 +1,5 @@
 """What the model costs a token: parameters by part and FLOPs, from the model's own shapes; nothing is allocated."""
+import functools
 import math
 from typing import Any
 
@@ -14,13 +15,14 @@ PARTS = (("embedding", "embedding"), ("head", "lm_head"), ("kda", "/kda/"), ("ml
          ("experts", "/experts_"), ("shared", "/shared/"), ("latent", "/latent_"), ("norms_and_depth", ""))
 
 
-def parameter_shapes(model: ModelConfig) -> list[tuple[str, Any]]:
+@functools.cache
+def parameter_shapes(model: ModelConfig) -> tuple[tuple[str, Any], ...]:
     """(path, shape and dtype) of every parameter."""
     variables = jax.eval_shape(LongMoE(model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"])]
+    return tuple((path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(variables["params"]))
 
 
-def parameters_by_part(shapes: list[tuple[str, Any]]) -> dict[str, int]:
+def parameters_by_part(shapes: tuple[tuple[str, Any], ...]) -> dict[str, int]:
     """Parameters of each of PARTS."""
     counts = dict.fromkeys((part for part, _ in PARTS), 0)
     for name, leaf in shapes:
@@ -40,8 +42,13 @@ def forward_flops(model: ModelConfig, active: int, length: int) -> float:
 
 
 def _mixer_flops(model: ModelConfig, length: int) -> float:
-    """Token mixing beyond the projections: KDA in chunks of 64 (state products, scores, their use), MLA over the mean of (length + 1) / 2 keys."""
-    kda, mla = model.kda, model.mla
-    per_head = 6 * kda.head_dim ** 2 + 8 * KDA_CHUNK * kda.head_dim
+    """Token mixing beyond the projections: KDA's recurrence, and MLA over the mean of (length + 1) / 2 keys."""
+    mla = model.mla
     attention = 2 * (mla.nope_dim + mla.rope_dim + mla.v_dim) * (length + 1) / 2
-    return model.mixers.count("kda") * kda.num_heads * per_head + model.mixers.count("mla") * mla.num_heads * attention
+    return recurrence_flops(model) + model.mixers.count("mla") * mla.num_heads * attention
+
+
+def recurrence_flops(model: ModelConfig) -> float:
+    """FLOPs of a token in all KDA operators, in chunks of 64: state products, scores and their use. The same at every length."""
+    kda = model.kda
+    return model.mixers.count("kda") * kda.num_heads * (6 * kda.head_dim ** 2 + 8 * KDA_CHUNK * kda.head_dim)

@@ -12,10 +12,11 @@ from etils import epath
 from longmoe.configs import TrainConfig
 from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
+from longmoe.train import startup
 from longmoe.train.checkpoints import Checkpoints, delete_checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
 from longmoe.train.monitor import Monitor
-from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, write_run_json
+from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, replace_text, write_run_json
 from longmoe.train.signals import StopSignals
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
 from longmoe.train.step import KEYS, make_train_step
@@ -98,10 +99,11 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
     start = int(state.step)
     with ProgressDisplay(recorder.run_name, cfg.steps, start) as progress, recorder.monitor:
         batch, data_state = next(loader)
+        recorder.start(startup.before_compiling(cfg, mesh), progress)
         progress.say("compiling")
         began = time.monotonic()
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
-        progress.say(f"compiled in {time.monotonic() - began:.1f} s")
+        recorder.start(startup.after_compiling(step_fn, time.monotonic() - began), progress)
         if signals.received:                                            # before the first step: there is nothing to save
             return state
         progress.begin()
@@ -140,6 +142,14 @@ class _Recorder:
     @property
     def run_name(self) -> str:
         return self._paths.root.name
+
+    def start(self, report: startup.Startup, progress: ProgressDisplay) -> None:
+        """Says what the run starts with, in the log, on the console and in run.json."""
+        startup.log(report.lines)
+        for line in report.lines:
+            progress.note(line)
+        if report.record:
+            replace_text(self._paths.run_json, json.dumps(json.loads(self._paths.run_json.read_text()) | report.record, indent=2))
 
     def record(self, step: _Pending, progress: ProgressDisplay) -> None:
         metrics = jax.device_get(step.metrics)

@@ -66,17 +66,18 @@ def _plain(value: Any) -> Any:
 
 
 def open_log(path: Path) -> logging.Logger:
-    """Logger "longmoe", also writing to `path`; one file at a time."""
-    logger = logging.getLogger("longmoe")
-    logger.setLevel(logging.INFO)
-    for handler in list(logger.handlers):
-        if isinstance(handler, logging.FileHandler):
+    """Logger "longmoe", also writing to `path`, as does the kernels' logger, which says what was chosen and why; one file at a time."""
+    loggers = [logging.getLogger(name) for name in ("longmoe", "pallas_kernels")]
+    for handler in [handler for logger in loggers for handler in logger.handlers if isinstance(handler, logging.FileHandler)]:
+        for logger in loggers:
             logger.removeHandler(handler)
-            handler.close()
+        handler.close()
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logger.addHandler(handler)
-    return logger
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    return loggers[0]
 
 
 class ProgressDisplay:
@@ -107,10 +108,17 @@ class ProgressDisplay:
         self._bar.reset(self._task, completed=self._start, state="")
 
     def say(self, text: str) -> None:
-        """A message that stays, such as "compiling"."""
+        """What the run is at before its first step, such as "compiling"."""
         if self._live:
             self._bar.update(self._task, state=text)
             self._bar.refresh()
+        else:
+            print(f"{self._name}: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays above the bar."""
+        if self._live:
+            self._bar.console.print(text, markup=False, highlight=False)
         else:
             print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 

@@ -46,7 +46,12 @@ def test_files_of_a_run(whole):
     record = json.loads(whole.paths.run_json.read_text())
     assert from_json(TrainConfig, json.dumps(record["config"])) == config()
     assert record["versions"]["jax"] == jax.__version__ and any("kda" in line for line in record["kernels"])
-    assert int(whole.state.step) == 6 and whole.paths.log.exists()
+    assert int(whole.state.step) == 6
+    log = whole.paths.log.read_text()
+    assert f"jax {jax.__version__}" in log and "mesh: one device" in log and "mosaic_gpu" in log and "GiB of temporaries" in log
+    # The step holds at least its parameters and their gradients.
+    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
+    assert record["compile_seconds"] > 0 and record["compiled_bytes"]["arguments"] > size and record["compiled_bytes"]["temporary"] > size
 
 
 def test_refuses_another_config_and_fresh_starts_over(whole, tmp_path):

@@ -1,0 +1,125 @@
+"""Commands that train nothing: longmoe estimate PRESET | doctor | bench OPERATOR, and `train --dry-run`."""
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import pallas_kernels
+from longmoe.configs import TrainConfig, to_json
+from longmoe.inference.serving_costs import Serving, ServingConfig
+from longmoe.model.lm import LongMoE
+from longmoe.parallel.rules import path_name, spec_of
+from longmoe.planner import Estimate, estimate
+from longmoe.train.memory import TrainingMemory
+from longmoe.train.optim import optimizer_labels
+from longmoe.train.run_files import PACKAGES, installed_version
+from pallas_kernels.bench import grouped_matmul, kda_cpu, kda_gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateCommand(TrainConfig):
+    """What a preset costs, on paper: parameters, FLOPs, training memory on one device of the mesh, serving memory and its bandwidth floor."""
+    serving: ServingConfig = ServingConfig()
+
+
+def print_estimate(preset: TrainConfig, arguments: list[str]) -> None:
+    fields = {field.name: getattr(preset, field.name) for field in dataclasses.fields(TrainConfig)}
+    parsed = tyro.cli(EstimateCommand, default=EstimateCommand(**fields), args=arguments, prog="longmoe estimate PRESET")
+    cfg = TrainConfig(**{name: getattr(parsed, name) for name in fields})
+    found, console = estimate(cfg), Console()
+    for table in (parameters_table(found, cfg.data.sequence_length), memory_table(found.training), *serving_tables(found.serving(parsed.serving))):
+        console.print(table)
+
+
+def parameters_table(found: Estimate, length: int) -> Table:
+    table = Table("figure", "value", title="Parameters and FLOPs")
+    rows = [("parameters", f"{found.total_params:,}"), *((f"  {part}", f"{count:,}") for part, count in found.params_by_part.items()),
+            ("active a token", f"{found.active_params:,}"), (f"forward FLOPs a token at {length:,}", f"{found.flops_per_token:.3e}"),
+            ("cache bytes a token", f"{found.kv_bytes_per_token:,}"), ("state bytes a sequence", f"{found.state_bytes_per_sequence:,}")]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def memory_table(memory: TrainingMemory) -> Table:
+    table = Table("part", "bytes", "GiB", title=f"Training memory of one device, at its fullest: the {memory.fullest}")
+    rows = [*((f"  {name.replace('_', ' ')}", size) for name, size in memory.parts.items()), ("training bytes a device", memory.peak),
+            *((f"the {name} alone needs" if name != memory.fullest else f"the {name} needs", size) for name, size in memory.phases.items()),
+            *((f"kept by a layer of {name}", size) for name, size in memory.saved_by_layer.items())]
+    for name, size in rows:
+        table.add_row(name, f"{size:,}", f"{size / 2**30:.3f}")
+    return table
+
+
+def serving_tables(found: Serving) -> tuple[Table, Table]:
+    """Weights and state, then one row a context length."""
+    on = found.config
+    fixed = Table("figure", "value", title=f"Serving on {on.devices} devices of {on.memory / 1e9:,.0f} GB: experts {on.weights}, "
+                                           f"cache {on.cache}, state {on.state}")
+    for row in [("routed experts, GB", f"{found.expert_bytes / 1e9:,.2f}"), ("other weights, GB", f"{found.other_bytes / 1e9:,.2f}"),
+                ("cache bytes a token", f"{found.latent_bytes_per_token:,}"),
+                ("state a sequence, MB", f"{found.state_bytes / 1e6:,.1f} and convolutions {found.conv_bytes / 1e6:,.1f}"),
+                ("a snapshot of the state is as large as", f"{found.snapshot_tokens:,.0f} tokens of cache"),
+                ("FLOPs a token in the weights", f"{found.weight_flops:.3e}")]:
+        fixed.add_row(*row)
+    lengths = Table("context", "cache, GB", "sequence, GB", "sequences that fit", "FLOPs of the next token", "FLOPs to read it all",
+                    f"least ms a step, batch {on.batch}", title="By context length")
+    for row in found.rows:
+        lengths.add_row(f"{row.length:,}", f"{row.latent_bytes / 1e9:,.2f}", f"{row.sequence_bytes / 1e9:,.2f}", f"{row.sequences:,}",
+                        f"{row.decode_flops:.2e}", f"{row.prefill_flops:.2e}", f"{row.floor_ms:,.3f}")
+    return fixed, lengths
+
+
+def dry_run(cfg: TrainConfig) -> None:
+    """What a run of this config would be; nothing is allocated, so a config for more devices than this machine has is listed too."""
+    print(to_json(cfg))
+    variables = jax.eval_shape(LongMoE(cfg.model).init, jax.random.key(0), jax.ShapeDtypeStruct((1, 8), jnp.int32))
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    labels = jax.tree.leaves(optimizer_labels(cfg.optim, variables["params"]))
+    print(f"\n{'parameter':64s} {'shape':28s} {'dtype':10s} {'optimizer':10s} sharding")
+    for (path, leaf), label in zip(leaves, labels, strict=True):
+        name = path_name(path)
+        print(f"{name:64s} {str(list(leaf.shape)):28s} {leaf.dtype!s:10s} {label:10s} {tuple(spec_of(name))}")
+    print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
+    found, console = estimate(cfg), Console()
+    console.print(parameters_table(found, cfg.data.sequence_length))
+    console.print(memory_table(found.training))
+    print(f"\n{pallas_kernels.kernel_report()}")
+
+
+def doctor(arguments: list[str]) -> None:
+    if arguments:
+        raise ValueError(f"doctor: got {' '.join(arguments)!r}, wanted no arguments")
+    for package in PACKAGES:
+        print(f"{package:20s}{installed_version(package) or 'from source'}")
+    print(f"devices: {[device.device_kind for device in jax.devices()]}\n\n{pallas_kernels.kernel_report()}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a refusal: the known name that `name` is likely to mean."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+BENCHES = ("kda", "grouped-matmul")
+
+
+def bench(arguments: list[str]) -> None:
+    """longmoe bench OPERATOR [flags]: times an operator on this machine and writes JSON; `longmoe bench OPERATOR --help` lists its flags."""
+    operator = arguments.pop(0) if arguments else ""
+    if operator not in BENCHES:
+        raise ValueError(f"operator: got {operator!r}, wanted one of {', '.join(BENCHES)}, as in `longmoe bench kda`{nearest(operator, BENCHES)}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # read when JAX first looks for devices, which is now
+    device = jax.devices()[0]
+    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+    asks = bool({"-h", "--help"} & set(arguments))
+    if operator == "grouped-matmul" and not hopper and not asks:
+        raise ValueError(f"operator: got grouped-matmul on {device.device_kind}, wanted a Hopper GPU: this benchmark times the Mosaic GPU kernel's tiles")
+    run = grouped_matmul.main if operator == "grouped-matmul" else kda_gpu.main if hopper else kda_cpu.main
+    run(arguments)
