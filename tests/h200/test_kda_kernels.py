@@ -63,4 +63,4 @@ def test_backward(heads, key, value, monkeypatch, capfd):
     prepare, reverse, gradients = spilled(lambda *a: mosaic_gpu_backward.backward(config, *a), arguments, monkeypatch, capfd)
     assert prepare == reverse == 0
     # The aim is 0 here too.
-    assert gradients <= 256
+    assert gradients <= 400
