@@ -75,6 +75,7 @@ def test_what_pads_the_prompts_changes_no_bit(teacher_forced, decoded):
         np.testing.assert_array_equal(np.asarray(got)[valid], np.asarray(want)[valid])
 
 
+@pytest.mark.slow
 def test_more_padding_changes_nothing(teacher_forced, decoded):
     assert rms_ratio(teacher_forced(PROMPT + 41, 3)[1], decoded[1]) < 1e-5
 

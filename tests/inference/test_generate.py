@@ -1,4 +1,4 @@
-"""Decoding on caches equals the whole forward pass; sampling; refusals."""
+"""Generation against recomputation, chunked prefill, streaming, sampling, refusals (long decoding: test_decode.py)."""
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,26 +27,6 @@ def whole(case):
     """Logits of one pass over all tokens."""
     model, variables, tokens = case
     return jax.jit(model.apply)(variables, tokens).logits
-
-
-def test_decode_equals_forward(case, whole):
-    """A ragged prefill, then 12 single tokens, against one pass over each row's own tokens."""
-    model, variables, tokens = case
-    prompt = np.zeros((3, 31), np.int32)
-    for row, length in enumerate(LENGTHS):
-        prompt[row, :length] = tokens[row, :length]
-    cache = init_cache(model.model_config, 3, 43)
-    valid = jnp.asarray(np.arange(31) < LENGTHS[:, None], jnp.int32)
-    prefill = jax.jit(lambda v, c: model.apply(v, jnp.asarray(prompt), valid, cache=c))(variables, cache)
-    step = jax.jit(lambda v, t, c: model.apply(v, t, cache=c))
-    got, cache = [], prefill.cache
-    for i in range(12):
-        output = step(variables, jnp.take_along_axis(tokens, jnp.asarray(LENGTHS[:, None] + i), axis=1), cache)
-        got.append(output.logits[:, 0])
-        cache = output.cache
-    for row, length in enumerate(LENGTHS):
-        assert rms_ratio(prefill.logits[row, :length], whole[row, :length]) < 1e-5
-        assert rms_ratio(np.stack(got)[:, row], whole[row, length:length + 12]) < 1e-5
 
 
 def test_chunked_prefill_equals_one(case, whole):
