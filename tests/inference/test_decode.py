@@ -59,6 +59,7 @@ def decoded(teacher_forced):
     return teacher_forced(PROMPT, 0)
 
 
+@pytest.mark.slow
 def test_64_tokens_after_a_ragged_batch_of_200_equal_the_forward_pass(case, decoded):
     model, variables, tokens = case
     whole = jax.jit(model.apply)(variables, tokens).logits
@@ -69,6 +70,7 @@ def test_64_tokens_after_a_ragged_batch_of_200_equal_the_forward_pass(case, deco
         assert rms_ratio(decoded[1][row, -1], whole[row, length + NEW - 1]) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_pads_the_prompts_changes_no_bit(teacher_forced, decoded):
     for got, want in zip(teacher_forced(PROMPT, 7), decoded):
         valid = np.ones(got.shape[:2], bool) if got.shape[1] == NEW else np.arange(PROMPT) < LENGTHS[:, None]
