@@ -19,7 +19,7 @@ from longmoe.model.costs import parameter_shapes
 from longmoe.model.depth import Group, depth_blocks, flat_plan
 from longmoe.model.layers import rms_normalize
 from longmoe.parallel.rules import matrix_axes, spec_of
-from longmoe.train.liveness import LOOPS, Program, last_reads, live, own_peak, stored
+from longmoe.train.liveness import Program, filled_buffers, last_reads, live, own_peak, stored
 from longmoe.train.losses import chunked_cross_entropy
 from longmoe.train.step import KEYS
 
@@ -56,7 +56,7 @@ class LayerMemory:
     backward: int
     """Most bytes during the backward pass: what is left of `saved`, and the gradients of the parameters, among it."""
     loop_buffers: int
-    """What the backward pass's loops write into (grouped matmuls, scans): zeros at first."""
+    """What the backward pass's loops fill (grouped matmuls, scans): zeros at first."""
 
 
 def training_memory(cfg: TrainConfig) -> TrainingMemory:
@@ -147,10 +147,8 @@ def _both_passes(run: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]
     kept = stored(program, outputs)
     end, held = last_reads(program, kept, outputs), live(program, inputs, outputs)
     before = {at for op in program.ops[:boundary] for at in op.writes} & kept - set(inputs)
-    zeros = {at for op in program.ops for at in op.writes if op.name == "broadcast_in_dim" and not op.reads}
-    written = {at for op in program.ops[boundary:] if op.name in LOOPS for at in op.reads if at in zeros}
     return LayerMemory(saved=sum(program.size[at] for at in before if end.get(at, -1) >= boundary), backward=max(held[boundary:], default=0),
-                       loop_buffers=sum(program.size[at] for at in written))
+                       loop_buffers=filled_buffers(program, boundary))
 
 
 def loss_memory(cfg: TrainConfig, rows: int, tokens: int) -> int:
