@@ -76,7 +76,8 @@ def main():
         row = what | dict(
             arguments=found.argument_size_in_bytes, temporary=found.temp_size_in_bytes,
             measured_bytes=found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes,
-            estimated_bytes=longmoe.estimate(cfg).bytes_per_device, seconds=round(seconds, 1), jax=jax.__version__, commit=commit,
+            estimated_bytes=longmoe.estimate(cfg, platform="gpu" if options.platform == "h200" else "cpu").bytes_per_device,
+            seconds=round(seconds, 1), jax=jax.__version__, commit=commit,
             command=" ".join(["python", *sys.argv]))
         print(json.dumps(row), flush=True)
         kept = json.loads(options.out.read_text()) if options.out.exists() else []

@@ -3,6 +3,7 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,15 @@ from pallas_kernels.bench import grouped_matmul, kda_cpu, kda_gpu
 class EstimateCommand(TrainConfig):
     """What a preset costs, on paper: parameters, FLOPs, training memory on one device of the mesh, serving memory and its bandwidth floor."""
     serving: ServingConfig = ServingConfig()
+    platform: Literal["gpu", "cpu"] = "gpu"
+    """Kind of device that training memory is meant for."""
 
 
 def print_estimate(preset: TrainConfig, arguments: list[str]) -> None:
     fields = {field.name: getattr(preset, field.name) for field in dataclasses.fields(TrainConfig)}
     parsed = tyro.cli(EstimateCommand, default=EstimateCommand(**fields), args=arguments, prog="longmoe estimate PRESET")
     cfg = TrainConfig(**{name: getattr(parsed, name) for name in fields})
-    found, console = estimate(cfg), Console()
+    found, console = estimate(cfg, platform=parsed.platform), Console()
     for table in (parameters_table(found, cfg.data.sequence_length), memory_table(found.training), *serving_tables(found.serving(parsed.serving))):
         console.print(table)
 
@@ -87,7 +90,7 @@ def dry_run(cfg: TrainConfig) -> None:
         name = path_name(path)
         print(f"{name:64s} {str(list(leaf.shape)):28s} {leaf.dtype!s:10s} {label:10s} {tuple(spec_of(name))}")
     print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
-    found, console = estimate(cfg), Console()
+    found, console = estimate(cfg, platform="cpu" if jax.default_backend() == "cpu" else "gpu"), Console()
     console.print(parameters_table(found, cfg.data.sequence_length))
     console.print(memory_table(found.training))
     print(f"\n{pallas_kernels.kernel_report()}")

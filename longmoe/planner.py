@@ -1,6 +1,7 @@
 """What a config costs, on paper: parameters, FLOPs, memory in training and in serving. Counts come from the model's own shapes; nothing is allocated."""
 import dataclasses
 import functools
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -16,6 +17,8 @@ class Estimate:
     model: ModelConfig
     config: TrainConfig | None
     """None for a bare ModelConfig."""
+    platform: Literal["gpu", "cpu"]
+    """What `training` is for."""
     total_params: int
     active_params: int
     """Parameters that a token meets: its chosen experts, the head counted, the input embedding not."""
@@ -31,7 +34,7 @@ class Estimate:
     @functools.cached_property
     def training(self) -> TrainingMemory | None:
         """Memory of a training step on one device of the mesh; None for a ModelConfig. Traces a layer of each kind: seconds."""
-        return None if self.config is None else training_memory(self.config)
+        return None if self.config is None else training_memory(self.config, self.platform)
 
     @property
     def bytes_per_device(self) -> int:
@@ -47,15 +50,15 @@ class Estimate:
         return serving_costs(self.model, ServingConfig() if config is None else config)
 
 
-def estimate(cfg: TrainConfig | ModelConfig) -> Estimate:
-    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device)."""
+def estimate(cfg: TrainConfig | ModelConfig, *, platform: Literal["gpu", "cpu"] = "gpu") -> Estimate:
+    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device); memory for `platform`."""
     model = cfg.model if isinstance(cfg, TrainConfig) else cfg
     length = cfg.data.sequence_length if isinstance(cfg, TrainConfig) else 8192
     parts = parameters_by_part(parameter_shapes(model))
     active = active_parameters(model, parts)
     itemsize, kda, mla = jnp.dtype(model.dtype).itemsize, model.kda, model.mla
     conv = 3 * kda.num_heads * kda.head_dim * (kda.conv_width - 1) * itemsize
-    return Estimate(model=model, config=cfg if isinstance(cfg, TrainConfig) else None, total_params=sum(parts.values()), active_params=active,
+    return Estimate(model=model, config=cfg if isinstance(cfg, TrainConfig) else None, platform=platform, total_params=sum(parts.values()), active_params=active,
                     flops_per_token=forward_flops(model, active, length), params_by_part=parts,
                     kv_bytes_per_token=model.mixers.count("mla") * (mla.kv_lora_rank + mla.rope_dim) * itemsize,
                     state_bytes_per_sequence=model.mixers.count("kda") * (4 * kda.num_heads * kda.head_dim ** 2 + conv))

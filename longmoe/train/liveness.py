@@ -38,6 +38,8 @@ class Op:
     writes: tuple[int, ...]
     inner: int = 0
     """Bytes that a loop's body holds beside its operands and results."""
+    stacked: tuple[int, ...] = ()
+    """Results of a scan that its rounds write one slice each."""
 
 
 class Program:
@@ -81,7 +83,7 @@ class Program:
             return self._seen[key]
         reads = tuple(at for atom, at in zip(eqn.invars, operands) if not isinstance(atom, Literal))
         writes = tuple(self.value(var.aval) for var in eqn.outvars)
-        self.ops.append(Op(name, reads, writes, _inner(eqn)))
+        self.ops.append(Op(name, reads, writes, _inner(eqn), _stacked(eqn, writes)))
         if key is not None:
             self._seen[key] = writes
         return writes
@@ -97,6 +99,21 @@ def _inner(eqn: Any) -> int:
     if not bodies or eqn.primitive.name not in ("scan", "while", "cond"):
         return 0
     return max(own_peak(body.jaxpr if isinstance(body, ClosedJaxpr) else body) for body in bodies)
+
+
+def filled_buffers(program: Program, start: int) -> int:
+    """Bytes that loops and updates in place from operation `start` on write into, and that hold zeros before: accumulators, and stacked results of scans."""
+    zeros = {at for op in program.ops for at in op.writes if op.name == "broadcast_in_dim" and not op.reads}
+    later = program.ops[start:]
+    filled = {at for op in later if op.name in LOOPS or op.name in IN_PLACE for at in op.reads if at in zeros} | {at for op in later for at in op.stacked}
+    return sum(program.size[at] for at in filled)
+
+
+def _stacked(eqn: Any, writes: Sequence[int]) -> tuple[int, ...]:
+    """The results of a scan that have one axis more than what a round of it gives."""
+    if eqn.primitive.name != "scan":
+        return ()
+    return tuple(at for at, var, slice_ in zip(writes, eqn.outvars, eqn.params["jaxpr"].out_avals, strict=True) if var.aval.ndim == slice_.ndim + 1)
 
 
 def own_peak(jaxpr: Jaxpr) -> int:

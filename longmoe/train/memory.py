@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from longmoe.model.costs import parameter_shapes
 from longmoe.model.depth import Group, depth_blocks, flat_plan
 from longmoe.model.layers import rms_normalize
 from longmoe.parallel.rules import matrix_axes, spec_of
-from longmoe.train.liveness import LOOPS, Program, last_reads, live, own_peak, stored
+from longmoe.train.liveness import Program, filled_buffers, last_reads, live, own_peak, stored
 from longmoe.train.losses import chunked_cross_entropy
 from longmoe.train.step import KEYS
 
@@ -32,8 +32,9 @@ ORTHOGONALISING = 3
 class TrainingMemory:
     """Bytes on one device."""
     parts: dict[str, int]
-    """At the fullest moment: parameters, optimizer (its moments), batch, gradients, saved_activations (kept for the backward pass), temporary (of the
-    layer, of the loss or of the optimizer that runs then), loop_buffers (of layers that the backward pass has yet to reach). They sum to `peak`."""
+    """At the fullest moment: parameters, optimizer (its moments), state_copy (on a CPU), batch, gradients, saved_activations (kept for the backward pass),
+    temporary (of the layer, of the loss or of the optimizer that runs then), loop_buffers (of layers that the backward pass has yet to reach). They
+    sum to `peak`."""
     phases: dict[str, int]
     """The most that each of PHASES needs, everything counted."""
     saved_by_layer: dict[str, int]
@@ -56,11 +57,14 @@ class LayerMemory:
     backward: int
     """Most bytes during the backward pass: what is left of `saved`, and the gradients of the parameters, among it."""
     loop_buffers: int
-    """What the backward pass's loops write into (grouped matmuls, scans): zeros at first."""
+    """What the backward pass's loops fill (grouped matmuls, scans): zeros at first."""
 
 
-def training_memory(cfg: TrainConfig) -> TrainingMemory:
-    """What a step of this config holds on one device of its mesh; -1 in the mesh counts as 1."""
+def training_memory(cfg: TrainConfig, platform: Literal["gpu", "cpu"] = "gpu") -> TrainingMemory:
+    """What a step of this config holds on one device of its mesh; -1 in the mesh counts as 1.
+
+    platform: on a CPU, XLA copies the donated train state before it writes the new one in its place.
+    """
     model, axes = cfg.model, {name: max(size, 1) for name, size in dataclasses.asdict(cfg.mesh).items()}
     rows = -(-cfg.data.batch_size // (cfg.accumulation_steps * axes["data"] * axes["fsdp"] * axes["expert"]))
     tokens = -(-cfg.data.sequence_length // axes["context"])
@@ -72,6 +76,7 @@ def training_memory(cfg: TrainConfig) -> TrainingMemory:
     for name, count in own.items():
         gradients[name.split("/")[0]] += 4 * count
     all_gradients = sum(gradients.values())
+    copied = parameters + optimizer if platform == "cpu" else 0
     batch = len(KEYS) * 4 * rows * tokens * cfg.accumulation_steps
     kinds = {kind: layer_memory(model, *kind, rows, tokens) for kind in dict.fromkeys(_kind(model, i) for i in range(model.num_layers))}
     saved = [kinds[_kind(model, i)].saved for i in range(model.num_layers)]
@@ -87,8 +92,9 @@ def training_memory(cfg: TrainConfig) -> TrainingMemory:
         "optimizer": dict(gradients=all_gradients, saved_activations=0, temporary=all_gradients + 4 * ORTHOGONALISING * max(
             (count for name, count in own.items() if _moments(cfg, name) == 1), default=0), loop_buffers=0)}
     moments["backward"]["gradients"] += summed
-    phases = {phase: parameters + optimizer + batch + sum(parts.values()) for phase, parts in moments.items()}
-    return TrainingMemory(dict(parameters=parameters, optimizer=optimizer, batch=batch) | moments[max(phases, key=phases.__getitem__)], phases,
+    phases = {phase: parameters + optimizer + copied + batch + sum(parts.values()) for phase, parts in moments.items()}
+    always = dict(parameters=parameters, optimizer=optimizer, state_copy=copied, batch=batch)
+    return TrainingMemory(always | moments[max(phases, key=phases.__getitem__)], phases,
                           {f"{mixer} and {'dense' if is_dense else 'experts'}": layer.saved for (mixer, is_dense), layer in kinds.items()})
 
 
@@ -147,10 +153,8 @@ def _both_passes(run: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...]
     kept = stored(program, outputs)
     end, held = last_reads(program, kept, outputs), live(program, inputs, outputs)
     before = {at for op in program.ops[:boundary] for at in op.writes} & kept - set(inputs)
-    zeros = {at for op in program.ops for at in op.writes if op.name == "broadcast_in_dim" and not op.reads}
-    written = {at for op in program.ops[boundary:] if op.name in LOOPS for at in op.reads if at in zeros}
     return LayerMemory(saved=sum(program.size[at] for at in before if end.get(at, -1) >= boundary), backward=max(held[boundary:], default=0),
-                       loop_buffers=sum(program.size[at] for at in written))
+                       loop_buffers=filled_buffers(program, boundary))
 
 
 def loss_memory(cfg: TrainConfig, rows: int, tokens: int) -> int:
