@@ -51,7 +51,10 @@ class Estimate:
 
 
 def estimate(cfg: TrainConfig | ModelConfig, *, platform: Literal["gpu", "cpu"] = "gpu") -> Estimate:
-    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device), for `platform`."""
+    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device).
+
+    platform: what the training memory is for; a CPU holds the train state twice.
+    """
     model = cfg.model if isinstance(cfg, TrainConfig) else cfg
     length = cfg.data.sequence_length if isinstance(cfg, TrainConfig) else 8192
     parts = parameters_by_part(parameter_shapes(model))
