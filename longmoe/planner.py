@@ -51,15 +51,17 @@ class Estimate:
 
 
 def estimate(cfg: TrainConfig | ModelConfig, *, platform: Literal["gpu", "cpu"] = "gpu") -> Estimate:
-    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device), for `platform`."""
+    """Figures of a TrainConfig (at its sequence length, on its mesh) or of a ModelConfig (at 8,192 tokens, on one device).
+
+    platform: what the training memory is for; a CPU holds the train state twice.
+    """
     model = cfg.model if isinstance(cfg, TrainConfig) else cfg
     length = cfg.data.sequence_length if isinstance(cfg, TrainConfig) else 8192
     parts = parameters_by_part(parameter_shapes(model))
     active = active_parameters(model, parts)
     itemsize, kda, mla = jnp.dtype(model.dtype).itemsize, model.kda, model.mla
     conv = 3 * kda.num_heads * kda.head_dim * (kda.conv_width - 1) * itemsize
-    return Estimate(model=model, config=cfg if isinstance(cfg, TrainConfig) else None, platform=platform, total_params=sum(parts.values()),
-                    active_params=active,
-                    flops_per_token=forward_flops(model, active, length), params_by_part=parts,
+    return Estimate(model=model, config=cfg if isinstance(cfg, TrainConfig) else None, platform=platform,
+                    total_params=sum(parts.values()), active_params=active, flops_per_token=forward_flops(model, active, length), params_by_part=parts,
                     kv_bytes_per_token=model.mixers.count("mla") * (mla.kv_lora_rank + mla.rope_dim) * itemsize,
                     state_bytes_per_sequence=model.mixers.count("kda") * (4 * kda.num_heads * kda.head_dim ** 2 + conv))
