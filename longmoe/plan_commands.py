@@ -21,6 +21,7 @@ from longmoe.train.memory import TrainingMemory
 from longmoe.train.optim import optimizer_labels
 from longmoe.train.run_files import PACKAGES, installed_version
 from pallas_kernels.bench import grouped_matmul, kda_cpu, kda_gpu
+from pallas_kernels.dispatch import unmet_on_hopper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +120,10 @@ def bench(arguments: list[str]) -> None:
     if operator not in BENCHES:
         raise ValueError(f"operator: got {operator!r}, wanted one of {', '.join(BENCHES)}, as in `longmoe bench kda`{nearest(operator, BENCHES)}")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")     # read when JAX first looks for devices, which is now
-    device = jax.devices()[0]
-    hopper = device.platform == "gpu" and str(getattr(device, "compute_capability", "")).startswith("9.")
+    hopper = not unmet_on_hopper()
     asks = bool({"-h", "--help"} & set(arguments))
     if operator == "grouped-matmul" and not hopper and not asks:
-        raise ValueError(f"operator: got grouped-matmul on {device.device_kind}, wanted a Hopper GPU: this benchmark times the Mosaic GPU kernel's tiles")
+        raise ValueError(f"operator: got grouped-matmul on {jax.devices()[0].device_kind}, wanted a Hopper GPU: "
+                         "this benchmark times the Mosaic GPU kernel's tiles")
     run = grouped_matmul.main if operator == "grouped-matmul" else kda_gpu.main if hopper else kda_cpu.main
     run(arguments)

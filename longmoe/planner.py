@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig, TrainConfig
 from longmoe.inference.serving_costs import Serving, ServingConfig, serving_costs
-from longmoe.model.costs import active_parameters, forward_flops, parameter_shapes, parameters_by_part
+from longmoe.model.costs import active_parameters, cache_numbers, forward_flops, parameter_shapes, parameters_by_part
 from longmoe.train.memory import TrainingMemory, training_memory
 
 
@@ -59,9 +59,8 @@ def estimate(cfg: TrainConfig | ModelConfig, *, platform: Literal["gpu", "cpu"] 
     length = cfg.data.sequence_length if isinstance(cfg, TrainConfig) else 8192
     parts = parameters_by_part(parameter_shapes(model))
     active = active_parameters(model, parts)
-    itemsize, kda, mla = jnp.dtype(model.dtype).itemsize, model.kda, model.mla
-    conv = 3 * kda.num_heads * kda.head_dim * (kda.conv_width - 1) * itemsize
+    itemsize, cache = jnp.dtype(model.dtype).itemsize, cache_numbers(model)
     return Estimate(model=model, config=cfg if isinstance(cfg, TrainConfig) else None, platform=platform,
                     total_params=sum(parts.values()), active_params=active, flops_per_token=forward_flops(model, active, length), params_by_part=parts,
-                    kv_bytes_per_token=model.mixers.count("mla") * (mla.kv_lora_rank + mla.rope_dim) * itemsize,
-                    state_bytes_per_sequence=model.mixers.count("kda") * (4 * kda.num_heads * kda.head_dim ** 2 + conv))
+                    kv_bytes_per_token=cache.latent * itemsize,
+                    state_bytes_per_sequence=4 * cache.state + cache.conv * itemsize)

@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig
-from longmoe.model.costs import active_parameters, parameter_shapes, parameters_by_part, recurrence_flops
+from longmoe.model.costs import active_parameters, cache_numbers, parameter_shapes, parameters_by_part, recurrence_flops
 
 BITS = {"float32": 32.0, "bfloat16": 16.0, "fp8": 8.0, "mxfp4": 4.25}
 """Bits a number, block scales among them."""
@@ -90,14 +90,13 @@ def serving_costs(model: ModelConfig, config: ServingConfig, lengths: tuple[int,
     """Figures of `model` on `config` at each context length."""
     parts = parameters_by_part(parameter_shapes(model))
     total, active = sum(parts.values()), active_parameters(model, parts)
-    kda, mla = model.kda, model.mla
-    kda_layers, mla_layers = model.mixers.count("kda"), model.mixers.count("mla")
+    mla, mla_layers, cache = model.mla, model.mixers.count("mla"), cache_numbers(model)
     size = lambda count, dtype: count * BITS[dtype] / 8
     experts = size(parts["experts"], config.weights)
     others = size(total - parts["experts"], config.weights if config.weights == "float32" else "bfloat16")
-    latent = int(size(mla_layers * (mla.kv_lora_rank + mla.rope_dim), config.cache))
-    state = int(size(kda_layers * kda.num_heads * kda.head_dim ** 2, config.state))
-    conv = 3 * kda_layers * kda.num_heads * kda.head_dim * (kda.conv_width - 1) * jnp.dtype(model.dtype).itemsize
+    latent = int(size(cache.latent, config.cache))
+    state = int(size(cache.state, config.state))
+    conv = cache.conv * jnp.dtype(model.dtype).itemsize
     fixed = state + conv
     moe = model.moe
     touched = 1 - (1 - moe.experts_per_token / moe.num_experts) ** config.batch    # share of the experts that a batch meets, chosen evenly

@@ -1,7 +1,7 @@
 """What the model costs a token: parameters by part and FLOPs, from the model's own shapes; nothing is allocated."""
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,3 +52,19 @@ def recurrence_flops(model: ModelConfig) -> float:
     """FLOPs of a token in all KDA operators, in chunks of 64: state products, scores and their use. The same at every length."""
     kda = model.kda
     return model.mixers.count("kda") * kda.num_heads * (6 * kda.head_dim ** 2 + 8 * KDA_CHUNK * kda.head_dim)
+
+
+class CacheNumbers(NamedTuple):
+    """Numbers that generation keeps, over all layers; their dtypes are the caller's."""
+    latent: int
+    """MLA's latents and shared keys, a token."""
+    state: int
+    """KDA's recurrent states, a sequence."""
+    conv: int
+    """Histories of KDA's convolutions, a sequence."""
+
+
+def cache_numbers(model: ModelConfig) -> CacheNumbers:
+    kda, mla, kda_layers = model.kda, model.mla, model.mixers.count("kda")
+    channels = kda_layers * kda.num_heads * kda.head_dim
+    return CacheNumbers(model.mixers.count("mla") * (mla.kv_lora_rank + mla.rope_dim), channels * kda.head_dim, 3 * channels * (kda.conv_width - 1))

@@ -49,6 +49,11 @@ class TrainingMemory:
         return max(self.phases, key=self.phases.__getitem__)
 
 
+def compiled_bytes(analysis: Any) -> int:
+    """What XLA's memory analysis of a compiled step says that it holds: arguments, temporaries, and results that do not take an argument's place."""
+    return analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerMemory:
     """Bytes of one layer, its parameters and its input apart."""

@@ -32,8 +32,6 @@ from pallas_kernels.testing import median_ms, rms_ratio
 SHAPES = [(262144, 1024, 1024, 64), (131072, 3584, 6144, 112), (65536, 2048, 1024, 256)]
 OPERATIONS = ("forward", "dlhs", "drhs")
 BOUND = 3e-3
-ON_HARDWARE = {"896 groups": (8192, 256, 320, [int(s) for s in np.random.default_rng(0).multinomial(8000, np.random.default_rng(1).dirichlet(np.ones(896)))]),
-               "columns past the end": (2048, 320, 448, [700, 0, 601, 64, 500])}
 PLANS = {
     "default": {},
     "clusters": dict(forward=tiles.RowTiles(cluster_along="rows"), dlhs=tiles.RowTiles(cols=64, cluster_along="cols"),
@@ -87,9 +85,8 @@ def error_ratio(name, got, lhs, rhs, sizes, dout, window):
 
 def check_case(label, kind, out_dtype):
     """Failures of one adverse case, the whole gradient rule twice, against float64; clean, and with the largest group's rows NaN."""
-    case, failures = {**cases.CASES, **ON_HARDWARE}[label], []
-    changes = PLANS[kind]
-    plan = dataclasses.replace(mosaic_gpu.make_plan(*case[:3], len(case[3])), **changes)
+    case, failures = (cases.CASES | cases.ON_HARDWARE)[label], []
+    plan = dataclasses.replace(mosaic_gpu.make_plan(*case[:3], len(case[3])), **PLANS[kind])
 
     @jax.jit
     def run(lhs, rhs, sizes, dout):
@@ -110,7 +107,7 @@ def check_case(label, kind, out_dtype):
 
 def small_cases(pool):
     """The adverse cases of the CPU tests on real hardware, which the interpreter cannot vouch for."""
-    jobs = [(label, "default", "bfloat16") for label in (*cases.CASES, *ON_HARDWARE)]
+    jobs = [(label, "default", "bfloat16") for label in cases.CASES | cases.ON_HARDWARE]
     jobs += [("columns past the end", kind, "bfloat16") for kind in ("clusters", "columns past the end")]
     jobs += [(label, *how) for label in list(cases.CASES)[:3] for how in (("default", "float32"), ("clusters", "bfloat16"))]
     failures = []

@@ -17,6 +17,11 @@ CASES = {  # rows, K, N, group sizes
     "many groups": (264, 64, 64, [int(g % 3 == 0) * (1 + g % 11) for g in range(100)]),
     "one row": (8, 64, 64, [0, 1, 0]),
 }
+ON_HARDWARE = {
+    "896 groups": (8192, 256, 320, [int(s) for s in np.random.default_rng(0).multinomial(8000, np.random.default_rng(1).dirichlet(np.ones(896)))]),
+    "columns past the end": (2048, 320, 448, [700, 0, 601, 64, 500]),
+}
+"""Too much for the interpreter."""
 
 
 def inputs(rows: int, k: int, n: int, sizes: list[int], dtype: Any = "bfloat16", seed: int = 0, poisoned: int | None = None) -> tuple[list, list]:

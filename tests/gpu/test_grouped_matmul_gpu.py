@@ -1,4 +1,4 @@
-"""The Hopper kernels of grouped_matmul on a real GPU: the cases that the interpreter runs, and one that only a GPU is fast enough for."""
+"""The Hopper kernels of grouped_matmul on a real GPU: the cases that the interpreter runs, and those that only a GPU is fast enough for."""
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,6 @@ from pallas_kernels.testing import rms_ratio
 
 pytestmark = pytest.mark.gpu
 BOUNDS = {"bfloat16": 3e-3, "float16": 6e-4, "float32": 2e-5}
-MANY = (8192, 256, 320, [int(s) for s in np.random.default_rng(0).multinomial(8000, np.random.default_rng(1).dirichlet(np.ones(896)))])
 
 
 def run(arguments, out_dtype):
@@ -25,10 +24,10 @@ def run(arguments, out_dtype):
 
 
 @pytest.mark.parametrize("dtype,out_dtype", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16")])
-@pytest.mark.parametrize("case", [*cases.CASES, "896 groups"])
+@pytest.mark.parametrize("case", cases.CASES | cases.ON_HARDWARE)
 def test_values_gradients_and_nan(case, dtype, out_dtype):
     """Clean, and with the longest group NaN: both twice, equal to the bit."""
-    shape = cases.CASES.get(case, MANY)
+    shape = (cases.CASES | cases.ON_HARDWARE)[case]
     for poisoned in (None, int(np.argmax(shape[3]))):
         arguments, want = cases.inputs(*shape, dtype=dtype, poisoned=poisoned)
         got, again = run(arguments, out_dtype), run(arguments, out_dtype)
