@@ -18,10 +18,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_kernels.bench import command, commit
 from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_tiles, specs
-from pallas_kernels.kda.api import kda
+from pallas_kernels.kda.api import kda, kda_step
 from pallas_kernels.testing import median_ms, outputs_and_gradients, rms_ratio
 
 SHAPES = ((1, 8192, 96), (8, 2048, 32), (1, 65536, 16), (4, 4096, 16))
@@ -140,6 +141,46 @@ def kernel_inputs(x):
     return inputs, jnp.zeros((batch, heads, width, width)), mosaic_gpu_tiles.Config(width ** -0.5, gates.DEFAULT_LOWER_BOUND, True)
 
 
+DECODE = specs.Shape(64, 1, 16, 128, 128)
+DECODE_STEPS = 200
+
+
+def decode_accuracy():
+    """RMS ratios of one step against the float64 recurrence, for every gate and width."""
+    result = {}
+    for gate, key, value in (("bounded", 128, 128), ("softplus", 64, 64), ("log_decay", 128, 64), ("bounded", 64, 128)):
+        x = {n: a[:, 0] if a.ndim > 2 and n not in ("initial_state", "dt_bias") else a for n, a in raw_inputs(specs.Shape(5, 1, 3, key, value)).items()}
+        x["beta"] = x["beta"].reshape(5, 3)
+        state, keywords = x.pop("initial_state"), dict(gate=gate, beta_logits=gate != "log_decay", qk_l2norm=True)
+        if gate == "log_decay":
+            x = {n: np.abs(a) * (-1 if n == "g" else 1) for n, a in x.items() if n not in ("a_log", "dt_bias")}
+        narrow = {n: jnp.asarray(a, jnp.bfloat16) if n in WIDE else a for n, a in x.items()}
+        got = jax.jit(lambda x, s: kda_step(**x, state=s, implementation="mosaic_gpu", **keywords))(narrow, state)
+        with jax.enable_x64():
+            want = kda_step(**{n: jnp.asarray(a, jnp.float64) for n, a in x.items()}, state=jnp.asarray(state, jnp.float64), implementation="reference", **keywords)
+        result[f"{gate} {key}x{value}"] = dict(o=rms_ratio(got[0], want[0]), state=rms_ratio(got[1], want[1]))
+    return result
+
+
+def decode_times(implementation):
+    """One step among many in one program, the state carried in place, beside a copy of the state's bytes in the same loop."""
+    x, _ = device_inputs(DECODE.batch, 1, DECODE.heads)
+    x = {n: a[:, 0] if n in (*WIDE, "beta") else a for n, a in x.items()}
+    state = jnp.zeros((DECODE.batch, DECODE.heads, DECODE.key, DECODE.value))
+
+    def steps(x, state):
+        def step(_, carry):
+            o, state = kda_step(**x | dict(v=carry[0]), state=carry[1], implementation=implementation, **WHOLE)
+            return o, state
+        return lax.fori_loop(0, DECODE_STEPS, step, (x["v"], state))
+
+    traffic = 2 * state.nbytes
+    rate = lambda f, *arguments: DECODE_STEPS * traffic / median_ms(jax.jit(f), *arguments, inner=2, outer=7)[0] / 1e9
+    copies = rate(lambda state: lax.fori_loop(0, DECODE_STEPS, lambda _, s: s * 0.999, state), state)
+    found = rate(steps, x, state)
+    return dict(step_us=traffic / found / 1e6, tb_per_s=found, copy_tb_per_s=copies, share=found / copies, state_bytes=state.nbytes)
+
+
 class Report:
     def __init__(self, path, arguments):
         self.path, self.rows = path, []
@@ -177,6 +218,9 @@ def main(arguments=None):
         report.add("accuracy: packed, Dv 64", lambda: accuracy(shape._replace(value=64), WHOLE, packed))
         report.add("accuracy: log decays, Dk 64", lambda: accuracy(shape._replace(key=64), dict(lower_bound=-5.0), log_decays, WIDE[:3]))
         report.add("prefixes keep every bit", prefixes)
+        report.add("accuracy: decoding", decode_accuracy)
+    for implementation in ("mosaic_gpu", *(("xla",) if options.xla else ())):
+        report.add(f"{implementation} decoding {DECODE.batch} x {DECODE.heads}", partial(decode_times, implementation))
     for text in options.shapes:
         for implementation in ("mosaic_gpu", *(("xla",) if options.xla else ())):
             try:

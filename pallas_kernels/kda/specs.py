@@ -35,6 +35,7 @@ TEST_LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 130, 257)
 PREFIXES = (1, 15, 16, 17, 63, 64, 65)
 
 KERNEL_WIDTHS = (64, 128)
+STEP_EXAMPLE = dict(dtypes=(jnp.dtype("bfloat16"),) * 5, state_dtype=jnp.dtype("float32"), key=128, value=128)
 EXAMPLE = dict(gate="bounded", lower_bound=None, dtype=jnp.dtype("bfloat16"), g_dtype=jnp.dtype("bfloat16"), key=128, value=128)
 
 
@@ -53,22 +54,30 @@ def _mosaic_gpu_unmet(*, gate: str, lower_bound: float | None, dtype: Any, g_dty
         unmet.append(f"lower_bound: got {bound}, wanted at least {FACTORED_BOUND}")
     if dtype != jnp.bfloat16:
         unmet.append(f"dtype of q, k, v: got {jnp.dtype(dtype).name}, wanted bfloat16")
-    for name, width in (("Dk", key), ("Dv", value)):
-        if width not in KERNEL_WIDTHS:
-            nearest = min(KERNEL_WIDTHS, key=lambda w: abs(w - width))
-            unmet.append(f"{name}: got {width}, wanted one of {list(KERNEL_WIDTHS)}, nearest {nearest}")
+    unmet += _unmet_widths(key, value)
     if g_dtype != jnp.bfloat16 and (key, value) == (128, 128):
         unmet.append(f"dtype of g: got {jnp.dtype(g_dtype).name} with Dk = Dv = 128, wanted bfloat16 (a wider one does not fit in shared memory), "
                      "or Dk or Dv = 64")
     return unmet
 
 
+def _unmet_widths(key: int, value: int) -> list[str]:
+    return [f"{name}: got {width}, wanted one of {list(KERNEL_WIDTHS)}, nearest {min(KERNEL_WIDTHS, key=lambda w: abs(w - width))}"
+            for name, width in (("Dk", key), ("Dv", value)) if width not in KERNEL_WIDTHS]
+
+
 def _nothing_unmet(**facts: Any) -> list[str]:
     return []
 
 
-def _step_unmet(**facts: Any) -> list[str]:
-    return ["kernel: this version has none for kda_step; use 'xla'", *_mosaic_gpu_unmet(**facts)]
+def _step_unmet(*, dtypes: tuple[Any, ...], state_dtype: Any, key: int, value: int) -> list[str]:
+    unmet = unmet_on_hopper()
+    for name, dtype in zip(("q", "k", "v", "g", "beta"), dtypes):
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            unmet.append(f"dtype of {name}: got {jnp.dtype(dtype).name}, wanted bfloat16 or float32")
+    if state_dtype != jnp.float32:
+        unmet.append(f"dtype of state: got {jnp.dtype(state_dtype).name}, wanted float32")
+    return unmet + _unmet_widths(key, value)
 
 
 UNMET = dict(mosaic_gpu=_mosaic_gpu_unmet, xla=_nothing_unmet, reference=_nothing_unmet)

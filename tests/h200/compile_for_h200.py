@@ -33,10 +33,10 @@ def h200_devices(count: int = 1) -> list[Any]:
     return list(topologies.get_topology_desc("h200", "cuda", target_config=_TARGET, topology=f"1x1x{count}").devices)
 
 
-def compile_for_h200(f: Callable[..., Any], *specs: Any) -> jax.stages.Compiled:
+def compile_for_h200(f: Callable[..., Any], *specs: Any, donate_argnums: tuple[int, ...] = ()) -> jax.stages.Compiled:
     """The executable of jit(f) for one H200. specs: a pytree of (shape, dtype) holders, such as jax.ShapeDtypeStruct, for each argument.
 
     `.memory_analysis().temp_size_in_bytes` is XLA's temporary memory, `.as_text()` the optimised program.
     """
     sharding = jax.sharding.SingleDeviceSharding(h200_devices()[0])
-    return jax.jit(f).lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)).compile()
+    return jax.jit(f, donate_argnums=donate_argnums).lower(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)).compile()
