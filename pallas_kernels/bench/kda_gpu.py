@@ -147,19 +147,24 @@ DECODE_STEPS = 200
 
 def decode_accuracy():
     """RMS ratios of one step against the float64 recurrence, for every gate and width."""
-    result = {}
-    for gate, key, value in (("bounded", 128, 128), ("softplus", 64, 64), ("log_decay", 128, 64), ("bounded", 64, 128)):
-        x = {n: a[:, 0] if a.ndim > 2 and n not in ("initial_state", "dt_bias") else a for n, a in raw_inputs(specs.Shape(5, 1, 3, key, value)).items()}
-        x["beta"] = x["beta"].reshape(5, 3)
-        state, keywords = x.pop("initial_state"), dict(gate=gate, beta_logits=gate != "log_decay", qk_l2norm=True)
-        if gate == "log_decay":
-            x = {n: np.abs(a) * (-1 if n == "g" else 1) for n, a in x.items() if n not in ("a_log", "dt_bias")}
-        narrow = {n: jnp.asarray(a, jnp.bfloat16) if n in WIDE else a for n, a in x.items()}
-        got = jax.jit(lambda x, s: kda_step(**x, state=s, implementation="mosaic_gpu", **keywords))(narrow, state)
-        with jax.enable_x64():
-            want = kda_step(**{n: jnp.asarray(a, jnp.float64) for n, a in x.items()}, state=jnp.asarray(state, jnp.float64), implementation="reference", **keywords)
-        result[f"{gate} {key}x{value}"] = dict(o=rms_ratio(got[0], want[0]), state=rms_ratio(got[1], want[1]))
-    return result
+    cases = (("bounded", 128, 128), ("softplus", 64, 64), ("log_decay", 128, 64), ("bounded", 64, 128))
+    return {f"{gate} {key}x{value}": one_step_accuracy(gate, key, value) for gate, key, value in cases}
+
+
+def one_step_accuracy(gate, key, value):
+    x = raw_inputs(specs.Shape(5, 1, 3, key, value))
+    x = {n: a[:, 0] if n in (*WIDE, "beta") else a for n, a in x.items()}
+    if gate == "log_decay":
+        x = {n: np.abs(a) * (-1 if n == "g" else 1) for n, a in x.items() if n not in ("a_log", "dt_bias")}
+    state = x.pop("initial_state")
+
+    def run(implementation, x, state):
+        return kda_step(**x, state=state, gate=gate, beta_logits=gate != "log_decay", qk_l2norm=True, implementation=implementation)
+
+    got = jax.jit(partial(run, "mosaic_gpu"))({n: jnp.asarray(a, jnp.bfloat16) if n in WIDE else a for n, a in x.items()}, state)
+    with jax.enable_x64():
+        want = run("reference", {n: jnp.asarray(a, jnp.float64) for n, a in x.items()}, jnp.asarray(state, jnp.float64))
+    return dict(o=rms_ratio(got[0], want[0]), state=rms_ratio(got[1], want[1]))
 
 
 def decode_times(implementation):

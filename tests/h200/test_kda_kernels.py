@@ -70,7 +70,8 @@ def test_backward(heads, key, value, monkeypatch, capfd):
 def test_step_works_in_place(key, value, monkeypatch, capfd):
     wide = lambda width: S((4, 2, width), jnp.bfloat16)
     call = mosaic_gpu_decode.Call("bounded", -5.0, True, True, key ** -0.5)
-    x = (wide(key), wide(key), wide(value), wide(key), S((4, 2), jnp.bfloat16), S((4, 2, key, value), jnp.float32), S((2,), jnp.float32), S((2, key), jnp.float32))
+    x = (wide(key), wide(key), wide(value), wide(key), S((4, 2), jnp.bfloat16), S((4, 2, key, value), jnp.float32),
+         S((2,), jnp.float32), S((2, key), jnp.float32))
     function = lambda *x: mosaic_gpu_decode.step(call, *x)
     assert spilled(function, x, monkeypatch, capfd) == [0]
     assert compile_for_h200(function, *x, donate_argnums=(5,)).memory_analysis().alias_size_in_bytes == 4 * 2 * key * value * 4
