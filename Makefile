@@ -7,7 +7,8 @@ PYTHON ?=
 ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
-PYTEST := $(PY) -m pytest --durations=15
+# A process for each of two cores; the tests of a file stay together, for they share what their fixtures compile.
+PYTEST := $(PY) -m pytest --durations=15 --numprocesses=2 --dist=loadfile
 JAX_VERSION := $(shell sed -n 's/^jax==//p' constraints.txt)
 RUNS_OURS := import sys, venv, ensurepip; raise SystemExit(not (3, 12) <= sys.version_info[:2] <= (3, 14))
 
@@ -21,7 +22,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(PYTEST) -m "not slow and not h200 and not gpu and not exhaustive" $(ARGS)
 
-# One after another: they share two cores, and the suite holds each room to a time budget.
+# One after another: each uses both cores, and the suite holds each room to a time budget.
 check: $(VENV)/.installed
 	$(MAKE) lint
 	$(MAKE) test

@@ -21,7 +21,7 @@ from longmoe.train.step import Accumulated, accumulate, apply_updates, make_trai
 
 @pytest.fixture(scope="module")
 def case():
-    cfg, mesh = tiny_train(), make_mesh(MeshConfig(), jax.devices()[:1])
+    cfg, mesh = tiny_train(num_layers=4), make_mesh(MeshConfig(), jax.devices()[:1])
     return cfg, mesh, make_train_step(cfg, mesh), batch_of(jax.random.key(0))
 
 
