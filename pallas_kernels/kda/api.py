@@ -53,32 +53,11 @@ def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array
     sizes = specs.check_arrays(dict(q=(q, channels), k=(k, channels), v=(v, (*rows, "Dv")), g=(g, channels), beta=(beta, rows),
                                     a_log=(a_log, ("H",)), dt_bias=(dt_bias, ("H", "Dk")), initial_state=(initial_state, ("B", "H", "Dk", "Dv")),
                                     segment_ids=(segment_ids, ("B", "T"))))
-    specs.check_gate(gate, a_log, dt_bias, lower_bound)
-    if residuals not in specs.RESIDUALS:
-        raise ValueError(f"residuals: got {residuals!r}, wanted one of {list(specs.RESIDUALS)}")
-    operand = operand_dtype(q, k, v)
-    chosen = choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), g_dtype=g.dtype,
-                    key=sizes["Dk"], value=sizes["Dv"])
-    state_dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32)
+    chosen = _choose(sizes, implementation, q, k, v, g, gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, residuals=residuals)
     if initial_state is None:
         initial_state = jnp.zeros([sizes[n] for n in ("B", "H", "Dk", "Dv")])
-    initial_state = initial_state.astype(state_dtype)
-    o_dtype = v.dtype
-    scale = sizes["Dk"] ** -0.5 if scale is None else float(scale)
-    if chosen == "mosaic_gpu" and 0 not in (sizes["B"], sizes["T"], sizes["H"]):
-        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, gate=gate, a_log=a_log, dt_bias=dt_bias,
-                       lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
-    q, k, v, g, beta, initial_state, owner, valid = _prepare(
-        q, k, v, g, beta, initial_state, segment_ids, operand if state_dtype == jnp.float32 else state_dtype,
-        gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
-    if 0 in (sizes["B"], sizes["T"], sizes["H"]):
-        o, state = jnp.zeros_like(v), initial_state
-    elif chosen == "reference":
-        o, state = reference.forward(q, k, v, g, beta, initial_state, owner, scale=scale)
-    else:
-        o, state = xla.kda(q, k, v, g, beta, initial_state, owner, scale=scale, factored=specs.factored(gate, lower_bound),
-                           save=residuals == "save")
-    return _mask(o, valid).astype(o_dtype), state
+    return _run(chosen, q, k, v, g, beta, initial_state, segment_ids, residuals, scale=sizes["Dk"] ** -0.5 if scale is None else float(scale), gate=gate,
+                a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
 
 
 def kda_segment(k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], g: Float[Array, "B T H Dk"], beta: Float[Array, "B T H"], *,
@@ -93,14 +72,45 @@ def kda_segment(k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], g: Flo
 
     The state is linear in its start and each column of it evolves alone, so one call on v = [v, 0] from the state [0, identity] gives both.
     """
-    sizes = specs.check_arrays(dict(k=(k, ("B", "T", "H", "Dk")), v=(v, ("B", "T", "H", "Dv"))))
+    rows, channels = ("B", "T", "H"), ("B", "T", "H", "Dk")
+    sizes = specs.check_arrays(dict(k=(k, channels), v=(v, (*rows, "Dv")), g=(g, channels), beta=(beta, rows), a_log=(a_log, ("H",)),
+                                    dt_bias=(dt_bias, ("H", "Dk")), segment_ids=(segment_ids, ("B", "T"))))
+    chosen = _choose(sizes, implementation, k, k, v, g, gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound, residuals=residuals)
     start = jnp.concatenate([jnp.zeros((sizes["Dk"], sizes["Dv"])), jnp.eye(sizes["Dk"])], axis=1)
     start = jnp.broadcast_to(start, (sizes["B"], sizes["H"], *start.shape))
     both = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, sizes["Dk"])))
-    _, state = kda(jnp.zeros_like(k), k, both, g, beta, gate=gate, a_log=a_log, dt_bias=dt_bias, lower_bound=lower_bound,
-                   beta_logits=beta_logits, qk_l2norm=qk_l2norm, scale=1.0, initial_state=start, segment_ids=segment_ids,
-                   residuals=residuals, implementation=implementation)
+    _, state = _run(chosen, jnp.zeros_like(k), k, both, g, beta, start, segment_ids, residuals, scale=1.0, gate=gate, a_log=a_log, dt_bias=dt_bias,
+                    lower_bound=lower_bound, beta_logits=beta_logits, qk_l2norm=qk_l2norm)
     return state[..., sizes["Dv"]:], state[..., :sizes["Dv"]]
+
+
+def _choose(sizes: dict[str, int], implementation: Implementation, q: Array, k: Array, v: Array, g: Array, *, gate: Gate, a_log: Array | None,
+            dt_bias: Array | None, lower_bound: float | None, residuals: str) -> str:
+    """Checks keywords -> name of the implementation that runs the call."""
+    specs.check_gate(gate, a_log, dt_bias, lower_bound)
+    if residuals not in specs.RESIDUALS:
+        raise ValueError(f"residuals: got {residuals!r}, wanted one of {list(specs.RESIDUALS)}")
+    return choose(OPERATOR, implementation, gate=gate, lower_bound=lower_bound, dtype=jnp.result_type(q, k, v), g_dtype=g.dtype,
+                  key=sizes["Dk"], value=sizes["Dv"])
+
+
+def _run(chosen: str, q: Array, k: Array, v: Array, g: Array, beta: Array, initial_state: Array, segment_ids: Array | None, residuals: str, *,
+         scale: float, **inside: Any) -> tuple[Array, Array]:
+    """The chosen implementation on checked arguments. inside: the keywords for what happens before the recurrence."""
+    state_dtype, o_dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32), v.dtype
+    initial_state = initial_state.astype(state_dtype)
+    if chosen == "mosaic_gpu" and 0 not in k.shape[:3]:
+        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, **inside)
+    operand = operand_dtype(q, k, v) if state_dtype == jnp.float32 else state_dtype
+    q, k, v, g, beta, initial_state, owner, valid = _prepare(q, k, v, g, beta, initial_state, segment_ids, operand, **inside)
+    if 0 in k.shape[:3]:
+        o, state = jnp.zeros_like(v), initial_state
+    elif chosen == "reference":
+        o, state = reference.forward(q, k, v, g, beta, initial_state, owner, scale=scale)
+    else:
+        factored = specs.factored(inside["gate"], inside["lower_bound"])
+        o, state = xla.kda(q, k, v, g, beta, initial_state, owner, scale=scale, factored=factored, save=residuals == "save")
+    return _mask(o, valid).astype(o_dtype), state
 
 
 def operand_dtype(*arrays: Array) -> Any:

@@ -343,7 +343,20 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
 
 
 def gradients(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:
-    """Gradients of x from dO, W, D [B, T, H, V] and the states before, and their gradients after, each chunk [B, H, N, K, V]."""
+    """Gradients of x from dO, W, D [B, T, H, V] and the states before, and their gradients after, each chunk [B, H, N, K, V].
+
+    They are sums over the columns of the values, of which shared memory holds 128 at a time (`kda_segment` has more).
+    """
+    parts = [_gradients_of_columns(config, x._replace(v=v), *columns) for v, *columns in
+             zip(*(jnp.split(a, list(range(2 * SLAB, a.shape[-1], 2 * SLAB)), axis=-1) for a in (x.v, do, w, d, states, dstates)))]
+    if len(parts) == 1:
+        return parts[0]
+    total = lambda *terms: sum(term.astype(F32) for term in terms).astype(terms[0].dtype)
+    dv = jnp.concatenate([part.v for part in parts], axis=-1)
+    return jax.tree.map(total, *(part._replace(v=None) for part in parts))._replace(v=dv)
+
+
+def _gradients_of_columns(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:
     batch, length, heads, key = x.q.shape
     value, chunks = x.v.shape[-1], length // CHUNK
     inputs = input_names(x) | dict(v_in=x.v, do_in=do, w_in=w, d_in=d, states_in=states, dstates_in=dstates)

@@ -230,8 +230,8 @@ STAGES = 2
 
 
 def warpgroups(sequences: int, value: int, multiprocessors: int = 132) -> int:
-    """Compute warpgroups per block, each with 64 columns of the state: all columns in one block, unless that leaves half of the chip idle."""
-    return 1 if 2 * sequences <= multiprocessors else value // SLAB
+    """Compute warpgroups per block, each with 64 columns of the state: two, unless there is one only or that leaves half of the chip idle."""
+    return 1 if 2 * sequences <= multiprocessors or value // SLAB % 2 else 2
 
 
 def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:

@@ -35,7 +35,7 @@ def test_bfloat16(case, tmp_path):
     # The weights are large and near ties many: rounding sends some tokens to other experts, in the producers too (docs/numerics.md).
     agreement = measure_model(case, "bfloat16", tmp_path)
     logits = next(figure for figure in agreement.figures if figure.quantity == "logits")
-    assert logits.rms < 0.5 and agreement.top1 > 0.7
+    assert logits.rms < 0.5 and agreement.top1 > 0.6
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import UnsupportedError, kda
+from pallas_kernels import UnsupportedError, kda, kda_segment
 from pallas_kernels.kda import mosaic_gpu_forward, specs, vjp
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
@@ -102,6 +102,39 @@ def test_gate_cases(interpreter, gate):
 def test_two_warpgroups_share_a_block(interpreter, monkeypatch):
     monkeypatch.setattr(mosaic_gpu_forward, "warpgroups", lambda sequences, value: value // 64)
     check(raw_inputs(specs.Shape(2, 192, 1, 128, 128)), BOUNDED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key,value", [(64, 64), pytest.param(128, 64, marks=pytest.mark.exhaustive)])
+def test_segment(interpreter, monkeypatch, key, value):
+    """Transition and state of packed documents, values and transition side by side: 128 columns, and 192, which `gradients` takes in two parts."""
+    monkeypatch.setattr(specs, "unmet_on_hopper", list)
+    monkeypatch.setattr(vjp, "kda", partial(vjp.kda, interpret=INTERPRETER))
+    x = raw_inputs(specs.Shape(1, 100, 1, key, value))
+    # Slow decay, or the transition would be nothing after 100 tokens.
+    x = {n: a - 6 if n == "g" else a for n, a in x.items() if n not in ("q", "initial_state")}
+    keywords = BOUNDED | dict(segment_ids=np.repeat([1, 0, 2], [20, 9, 71])[None].astype(np.int32))
+
+    def call(implementation, k, v, g, beta, a_log, dt_bias):
+        if implementation == "mosaic_gpu":
+            k, v, g = (a.astype(jnp.bfloat16) for a in (k, v, g))
+        # The rows of tokens before the last document are the transition's zeros: one run without documents too.
+        whole = kda_segment(k, v, g, beta, a_log=a_log, dt_bias=dt_bias, implementation=implementation, **BOUNDED)
+        return *whole, *kda_segment(k, v, g, beta, a_log=a_log, dt_bias=dt_bias, implementation=implementation, **keywords)
+
+    draw = np.random.default_rng(3)
+    shapes = [(1, 1, key, key), (1, 1, key, value)] * 2
+    cotangents = tuple(np.float32(draw.normal(size=shape)) for shape in shapes)
+    got = outputs_and_gradients(partial(call, "mosaic_gpu"), x, cotangents)
+    want = outputs_and_gradients(partial(call, "reference"), x, cotangents, jnp.float64)
+    assert not np.any(want[0][2]) and not np.any(got[0][2])
+    for i in (0, 1, 3):
+        assert rms_ratio(got[0][i], want[0][i]) < OUTPUT_BOUND, i
+    ratios = {name: rms_ratio(got[1][name], want[1][name]) for name in want[1]}
+    print(ratios)
+    # With one head a_log's gradient is one number, a sum that cancels.
+    bounds = dict(g=DECAY_BOUND, dt_bias=DECAY_BOUND, beta=DECAY_BOUND, a_log=5e-2)
+    assert all(ratio < bounds.get(name, GRADIENT_BOUND) for name, ratio in ratios.items()), ratios
 
 
 @pytest.mark.slow
