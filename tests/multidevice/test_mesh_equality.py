@@ -23,7 +23,7 @@ MIXED = MeshConfig(data=2, fsdp=2, expert=2)
 MESHES = {"data 8": MeshConfig(data=8, fsdp=1), "fsdp 8": MeshConfig(fsdp=8), "expert 4, data 2": MeshConfig(data=2, fsdp=1, expert=4),
           "context 8": MeshConfig(fsdp=1, context=8), "context 4, expert 2": MeshConfig(fsdp=1, expert=2, context=4),
           "tensor 2, fsdp 4": MeshConfig(fsdp=4, tensor=2), "context 2, tensor 2, expert 2": MeshConfig(fsdp=1, expert=2, tensor=2, context=2)}
-OWN, SEED = 3, 0
+OWN, SEED = 3, 3
 """Tokens of a rank when eight share out a row: as many as the convolutions look back. The seed's routes are clear (MIN_GAP)."""
 MIN_GAP = 1e-4
 """Least distance between the last chosen and the first expert left out: rounding, which differs between meshes, cannot change a route."""
@@ -56,9 +56,10 @@ def run_steps(cfg, mesh, batches):
 @pytest.fixture(scope="module")
 def single():
     """(config, batches, result on one device)."""
-    cfg = tiny_train(**WIDE, num_layers=6)
-    # Low enough that it clips heads: the largest logits and the clip are compared too.
-    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, qk_clip=0.1))
+    cfg = tiny_train(**WIDE, num_layers=4)
+    # The clip is low enough that it clips heads: the largest logits and the clip are compared too. Adam's eps is above the rounding of a gradient, which
+    # would otherwise become a step where the gradient is near zero.
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, qk_clip=0.1, eps=1e-6))
     gaps, route, batches = [], balancers.route, list(step_batches())
 
     def watched(moe, scores, bias, valid):
@@ -87,7 +88,8 @@ def test_eight_devices_equal_one(single, name):
         np.testing.assert_array_equal(a["expert_load"], b["expert_load"])
         np.testing.assert_allclose(a["max_logit"], b["max_logit"], rtol=1e-5)
     assert (want[0]["max_logit"] > 0.1).any()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.router_state, want_state.router_state)
+    # A score on the edge of a bin of the balancer's histogram moves the bias by up to a bin's share.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), state.router_state, want_state.router_state)
     flat = lambda tree: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
     params, wanted_params = flat(state.params), flat(want_state.params)
     error, largest = rms_ratio(params, wanted_params), np.max(np.abs(params - wanted_params)) / cfg.optim.learning_rate
