@@ -150,12 +150,16 @@ def sharded_attention(attention: Attention, q: Float[Array, "B T H D"], latent: 
 
 
 def ranks_as_rows(x: Array) -> Array:
-    """[B, T, ...] -> [B * ranks, T / ranks, ...], each rank's stretch of a row as a row of its own: for work on tokens that cuts T into pieces."""
+    """[B, T, ...] -> [ranks * B, T / ranks, ...], each rank's stretch of a row as a row of its own: for work on tokens that cuts T into pieces.
+
+    Rank by rank, so that every device keeps what it has. Raises ValueError where the mesh does not share out tokens evenly.
+    """
     ranks = axis_size("context")
     if ranks == 1:
         return x
     check_divides("tokens of a row", x.shape[1], "context")
-    return constrain(x.reshape(x.shape[0] * ranks, x.shape[1] // ranks, *x.shape[2:]), PartitionSpec(TOKEN_AXES))
+    apart = jnp.moveaxis(x.reshape(x.shape[0], ranks, x.shape[1] // ranks, *x.shape[2:]), 1, 0)
+    return constrain(apart.reshape(-1, *apart.shape[2:]), PartitionSpec(("context", *BATCH_AXES)))
 
 
 def _check_tokens(x: Array) -> None:
