@@ -78,6 +78,7 @@ class TextTask:
     answer_tokens: the budget of the answer; an answer that takes more in the tokens of the model gets as many as it takes.
     render: how a right answer is written out, for the oracle and for guesses.
     least_units: fewest units that make an example.
+    draws_shared_by: so many examples in a row get the same draws (and differ by their index).
     """
 
     name: str
@@ -87,6 +88,7 @@ class TextTask:
     score: Callable[[TextExample, str], Score]
     render: Callable[[Sequence[str]], str] = ", ".join
     least_units: int = 1
+    draws_shared_by: int = 1
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _find_units(task: TextTask, length: int, count: Count, seed: int) -> tuple[i
 
 
 def _draft(task: TextTask, length: int, seed: int, index: int, units: int) -> Draft:
-    return task.build(Draws(seed, text_key(task.name), length, index), Place(units, length, index))
+    return task.build(Draws(seed, text_key(task.name), length, index // task.draws_shared_by), Place(units, length, index))
 
 
 def _answer_tokens(task: TextTask, draft: Draft, count: Count) -> int:

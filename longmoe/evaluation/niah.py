@@ -21,7 +21,8 @@ DEPTHS = tuple(range(0, 101, 10))
 ABSENT = "not stated"
 _DEPTH_POINTS = 40
 _DECOYS = 16
-_SMALLEST, _NUMBERS = 1_000_000, 9_000_000   # numbers of seven digits
+NUM_NUMBERS = 9_000_000
+"""Numbers of seven digits."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,11 @@ def needle_tasks(essay: Essay, depths: Sequence[int] = DEPTHS) -> list[TextTask]
     wrong = [depth for depth in depths if not 0 <= depth <= 100]
     if wrong or not depths:
         raise ValueError(f"depths: got {list(depths)}, wanted percentages from 0 to 100")
-    number = make_pattern_score(NUMBER)
+    by_number = make_pattern_score(NUMBER)
     grid = lambda kind: lambda draws, place: _grid(kind, essay, depths, draws, place)
-    return [TextTask("needle_grid", "retrieval", ANSWER_TOKENS, grid("present"), number),
+    return [TextTask("needle_grid", "retrieval", ANSWER_TOKENS, grid("present"), by_number),
             TextTask("needle_absent", "control", ANSWER_TOKENS, grid("absent"), _absent_score),
-            TextTask("needle_duplicate", "control", ANSWER_TOKENS, grid("duplicate"), number)]
+            TextTask("needle_duplicate", "control", ANSWER_TOKENS, grid("duplicate"), by_number)]
 
 
 def needle(kind: str, key: str, value: str) -> str:
@@ -84,7 +85,12 @@ def needle(kind: str, key: str, value: str) -> str:
 
 def draw_numbers(draws: Draws, count: int) -> list[str]:
     """Different numbers of seven digits."""
-    return [str(_SMALLEST + number) for number in draws.distinct(_NUMBERS, count).tolist()]
+    return [number(place) for place in draws.distinct(NUM_NUMBERS, count).tolist()]
+
+
+def number(place: int) -> str:
+    """The number of seven digits at a place below NUM_NUMBERS."""
+    return str(1_000_000 + place)
 
 
 def draw_uuids(draws: Draws, count: int) -> list[str]:

@@ -54,13 +54,17 @@ def list_score(example: TextExample, output: str) -> Score:
     return Score(2.0 * len(named & gold) / (len(named) + len(gold)), float(named == gold))
 
 
-def repetition_score(example: TextExample, output: str) -> Score:
-    """official: difflib's ratio between the text after the prefix and the gold text, 0 without the prefix in front (OpenAI's MRCR); strict: equality.
-
-    White space around the output plays no part. The prefix is example.metadata["prefix"], with which the one answer begins.
-    """
-    prefix, gold, output = example.metadata["prefix"], example.answers[0], output.strip()
+def matched(gold: str, output: str, prefix: str) -> float:
+    """difflib's ratio between the two texts behind `prefix`, 0 where the output does not begin with it (OpenAI's MRCR)."""
     if not output.startswith(prefix):
-        return Score(0.0, 0.0)
-    ratio = difflib.SequenceMatcher(None, output.removeprefix(prefix), gold.removeprefix(prefix)).ratio()
-    return Score(ratio, float(output == gold))
+        return 0.0
+    return difflib.SequenceMatcher(None, output.removeprefix(prefix), gold.removeprefix(prefix)).ratio()
+
+
+def repetition_score(example: TextExample, output: str) -> Score:
+    """official: `matched`; strict: equality. White space around the output plays no part.
+
+    The one answer begins with example.metadata["prefix"].
+    """
+    gold, output = example.answers[0], output.strip()
+    return Score(matched(gold, output, example.metadata["prefix"]), float(output == gold))

@@ -44,11 +44,15 @@ NUM_PAIRS = len(ADJECTIVES) * len(NOUNS)
 _SINGLES = ADJECTIVES + NOUNS
 
 
+def pair(number: int) -> str:
+    """The adjective-noun pair of a number below NUM_PAIRS, such as "amber-hill"."""
+    return f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}"
+
+
 def draw_pairs(draws: Draws, count: int, taken: frozenset[str] = frozenset()) -> list[str]:
-    """`count` different adjective-noun pairs such as "amber-harbor", none of them in `taken`. ValueError past NUM_PAIRS."""
+    """`count` different adjective-noun pairs, none of them in `taken`. ValueError past NUM_PAIRS."""
     places = draws.distinct(NUM_PAIRS, min(count + len(taken), NUM_PAIRS))
-    pairs = [f"{ADJECTIVES[place // len(NOUNS)]}-{NOUNS[place % len(NOUNS)]}" for place in places.tolist()]
-    pairs = [pair for pair in pairs if pair not in taken][:count]
+    pairs = [name for place in places.tolist() if (name := pair(place)) not in taken][:count]
     if len(pairs) < count:
         raise ValueError(f"count: got {count}, wanted at most {NUM_PAIRS - len(taken)}, the adjective-noun pairs there are")
     return pairs

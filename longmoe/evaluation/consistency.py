@@ -1,0 +1,79 @@
+"""Long-horizon consistency: one fact, asked again and again while a trace of an agent's steps grows behind it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from longmoe.evaluation.draws import Draws
+from longmoe.evaluation.examples import Draft, Place, TextExample, TextTask
+from longmoe.evaluation.niah import NUM_NUMBERS, number
+from longmoe.evaluation.scoring import NUMBER, make_pattern_score
+from longmoe.evaluation.words import NUM_PAIRS, pair
+
+ASKS = 8
+_ACTIONS = ("checked", "copied", "restarted", "listed", "compared", "archived", "renamed", "measured")
+_RESULTS = ("no change", "done", "one warning", "took a while", "nothing to do", "repeated once")
+_EVERY = 4
+
+
+def consistency_task(asks: int = ASKS) -> TextTask:
+    """Example i is ask i % asks of trace i // asks: the first (i % asks + 1) / asks of the trace's steps, then the question.
+
+    The fact stands in the first line; every fourth later step states another key's number, which a guess is one of. Earlier asks and their answers are
+    not in the trace, so that each ask has to find the fact. Units are steps.
+    """
+    if asks < 1:
+        raise ValueError(f"asks: got {asks}, wanted at least 1")
+    return TextTask("consistency", "consistency", 32, lambda draws, place: _trace(asks, draws, place), make_pattern_score(NUMBER),
+                    least_units=_EVERY * asks, draws_shared_by=asks)
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """by_ask [asks]: the share of traces with a right answer at each ask; always_right: the share of traces right at every ask; unchanged: the share of
+    traces with one and the same number at every ask, right or wrong."""
+
+    by_ask: tuple[float, ...]
+    always_right: float
+    unchanged: float
+
+
+def consistency(examples: Sequence[TextExample], outputs: Sequence[str]) -> Consistency:
+    """From the outputs to whole traces of `consistency_task`. An output's answer is the first number in it. ValueError for a trace with asks missing."""
+    traces: dict[int, dict[int, tuple[bool, str | None]]] = defaultdict(dict)
+    for example, output in zip(examples, outputs, strict=True):
+        named = NUMBER.search(output)
+        answer = named[0] if named else None
+        traces[example.metadata["trace"]][example.metadata["ask"]] = answer == example.answers[0], answer
+    asks = {example.metadata["asks"] for example in examples}
+    if len(asks) != 1 or any(len(trace) != max(asks) for trace in traces.values()):
+        raise ValueError(f"examples: got {len(examples)} of {len(traces)} traces, wanted all asks of every trace, of one task")
+    rows = [[trace[ask] for ask in range(max(asks))] for trace in traces.values()]
+    mean = lambda values: sum(values) / len(rows)
+    return Consistency(by_ask=tuple(mean([right for right, _ in column]) for column in zip(*rows)),
+                       always_right=mean([all(right for right, _ in row) for row in rows]),
+                       unchanged=mean([len({answer for _, answer in row}) == 1 and row[0][1] is not None for row in rows]))
+
+
+def _trace(asks: int, draws: Draws, place: Place) -> Draft:
+    ask = place.index % asks
+    steps = place.units * (ask + 1) // asks
+    stated = 1 + (steps + _EVERY - 1) // _EVERY
+    keys, values = ([name(i) for i in _spread(draws, bound, stated)] for name, bound in ((pair, NUM_PAIRS), (number, NUM_NUMBERS)))
+    actions, results, objects = (draws.integers(bound, steps).tolist() for bound in (len(_ACTIONS), len(_RESULTS), NUM_PAIRS))
+    lines = [f"Step {i}: noted that the access number of {keys[1 + i // _EVERY]} is {values[1 + i // _EVERY]}." if i % _EVERY == 0 else
+             f"Step {i}: {_ACTIONS[actions[i]]} {pair(objects[i]).replace('-', ' ')}, {_RESULTS[results[i]]}." for i in range(steps)]
+    trace = "\n".join(lines)
+    prompt = (f"Below is the trace of an agent's work, which notes access numbers on the way.\nStart: noted that the access number of {keys[0]} is {values[0]}.\n"
+              f"{trace}\nWhat is the access number of {keys[0]}? The access number of {keys[0]} is")
+    metadata = {"trace": place.index // asks, "ask": ask, "asks": asks, "steps": steps}
+    return Draft(prompt, (values[0],), tuple(values), metadata)
+
+
+def _spread(draws: Draws, bound: int, count: int) -> list[int]:
+    """`count` different numbers below `bound`, of which a longer trace has the same first ones: multiples of a random step without a common divisor."""
+    start, step = draws.integer(bound), 1 + draws.integer(bound - 1)
+    while math.gcd(step, bound) != 1:
+        step += 1
+    return [(start + i * step) % bound for i in range(count)]
