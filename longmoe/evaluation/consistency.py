@@ -1,6 +1,5 @@
 """Long-horizon consistency: one fact, asked again and again while a trace of an agent's steps grows behind it."""
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +59,10 @@ def _trace(asks: int, draws: Draws, place: Place) -> Draft:
     ask = place.index % asks
     steps = place.units * (ask + 1) // asks
     stated = 1 + (steps + _EVERY - 1) // _EVERY
-    keys, values = ([name(i) for i in _spread(draws, bound, stated)] for name, bound in ((pair, NUM_PAIRS), (number, NUM_NUMBERS)))
+    # Permutations of all there are, not draws of `stated`: the facts of a longer trace begin with those of a shorter one.
+    keys = [pair(i) for i in draws.permutation(NUM_PAIRS)[:stated].tolist()]
+    spread = NUM_NUMBERS // NUM_PAIRS
+    values = [number(i) for i in (draws.permutation(NUM_PAIRS)[:stated] * spread + draws.integers(spread, stated)).tolist()]
     actions, results, objects = (draws.integers(bound, steps).tolist() for bound in (len(_ACTIONS), len(_RESULTS), NUM_PAIRS))
     lines = [f"Step {i}: noted that the access number of {keys[1 + i // _EVERY]} is {values[1 + i // _EVERY]}." if i % _EVERY == 0 else
              f"Step {i}: {_ACTIONS[actions[i]]} {pair(objects[i]).replace('-', ' ')}, {_RESULTS[results[i]]}." for i in range(steps)]
@@ -69,11 +71,3 @@ def _trace(asks: int, draws: Draws, place: Place) -> Draft:
               f"{trace}\nWhat is the access number of {keys[0]}? The access number of {keys[0]} is")
     metadata = {"trace": place.index // asks, "ask": ask, "asks": asks, "steps": steps}
     return Draft(prompt, (values[0],), tuple(values), metadata)
-
-
-def _spread(draws: Draws, bound: int, count: int) -> list[int]:
-    """`count` different numbers below `bound`, of which a longer trace has the same first ones: multiples of a random step without a common divisor."""
-    start, step = draws.integer(bound), 1 + draws.integer(bound - 1)
-    while math.gcd(step, bound) != 1:
-        step += 1
-    return [(start + i * step) % bound for i in range(count)]
