@@ -15,8 +15,8 @@ def code_hop_tasks() -> list[TextTask]:
     Units are chains of the same number of calls, each with a constant of its own; their functions lie in one file each, the files in random order, so
     that only following the calls tells the asked chain's constant from the others. A guess is one of the constants.
     """
-    task = lambda hops: TextTask(f"code_hops_{hops}", "multi-hop", 32, lambda draws, place: _code(hops, draws, place), make_pattern_score(NUMBER), least_units=2)
-    return [task(hops) for hops in HOPS]
+    build = lambda hops: lambda draws, place: _code(hops, draws, place)
+    return [TextTask(f"code_hops_{hops}", "multi-hop", 32, build(hops), make_pattern_score(NUMBER), least_units=2) for hops in HOPS]
 
 
 def _code(hops: int, draws: Draws, place: Place) -> Draft:

@@ -38,16 +38,22 @@ class Draws:
         return np.argsort(self.bits(size), kind="stable")
 
     def distinct(self, bound: int, count: int) -> np.ndarray:
-        """int64 [count]: different members of range(bound) in random order. ValueError when there are fewer."""
+        """int64 [count]: different members of range(bound) in random order. ValueError when there are fewer.
+
+        Up to half of them, a smaller `count` gives the first ones of a larger.
+        """
         if count > bound:
             raise ValueError(f"count: got {count}, wanted at most the {bound} there are to choose from")
-        if 4 * count > bound:
+        if 2 * count > bound:
             return self.permutation(bound)[:count]
-        found, first = np.zeros(0, np.int64), np.zeros(0, np.int64)
-        while len(first) < count:      # few choices out of many: repeats are rare, and a permutation of all would be slow
-            found = np.concatenate([found, self.integers(bound, count + count // 4 + 8)])
+        self._calls += 1
+        size = count + count // 4 + 8
+        while True:      # a stream in which numbers come back now and then; a longer one begins with the shorter
+            found = (random_bits(*self._key, self._calls, shape=(size,)) % np.uint64(bound)).astype(np.int64)
             first = np.unique(found, return_index=True)[1]
-        return found[np.sort(first)][:count]
+            if len(first) >= count:
+                return found[np.sort(first)][:count]
+            size *= 2
 
     def choose(self, items: Sequence[T], count: int) -> list[T]:
         """`count` of `items`, each place at most once, in random order."""

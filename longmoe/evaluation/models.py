@@ -13,8 +13,8 @@ from longmoe.data.tokenizer import Tokenizer
 from longmoe.evaluation.examples import Count
 from longmoe.model.lm import LongMoE, project
 
-PROMPT_STEPS = 8
-"""Prompts are padded to a multiple of an eighth of the power of two below their width, so that lengths share compiled programs."""
+PROMPT_STEPS = 4
+"""Prompts are padded to a multiple of a quarter of the power of two below their width, so that tasks of one length share compiled programs."""
 ANSWER_STEP = 64
 SCORED_AT_ONCE = 4096
 """Positions whose logits are in memory at a time."""
@@ -50,24 +50,15 @@ def make_count(tokenizer: Tokenizer) -> Count:
     return lambda text: 1 + len(tokenizer.encode(text))
 
 
-def make_generate(generate_tokens: Callable[..., Any], tokenizer: Tokenizer, *, batch_size: int = 8) -> Generate:
+def make_generate(generate_tokens: Callable[..., Any], tokenizer: Tokenizer) -> Generate:
     """Text to text around `generate_tokens(prompt_tokens, *, max_new_tokens, prompt_lengths, eos_id)`, such as
-    `functools.partial(longmoe.generate, model, variables)`: prompts as beginnings of documents, batched on the right-padded cache, greedy, up to the
-    end of the document. The order is the prompts'; batches hold prompts of like length.
+    `functools.partial(longmoe.generate, model, variables)`: prompts as beginnings of documents, all of a call in one right-padded batch, greedy, up to
+    the end of the document.
     """
     def generate(prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-        rows = [[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(prompts)]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        outputs = [""] * len(rows)
-        for start in range(0, len(order), batch_size):
-            chosen = order[start:start + batch_size]
-            filled = (chosen + chosen[:1] * batch_size)[:batch_size]          # one shape, also for the last batch
-            tokens, lengths = _padded([rows[i] for i in filled], tokenizer.eos_id)
-            new = np.asarray(generate_tokens(tokens, max_new_tokens=-(-max_new_tokens // ANSWER_STEP) * ANSWER_STEP, prompt_lengths=lengths,
-                                             eos_id=tokenizer.eos_id))
-            for i, row in zip(chosen, new):
-                outputs[i] = tokenizer.decode(_until(row[:max_new_tokens], tokenizer.eos_id))
-        return outputs
+        tokens, lengths = _padded([[tokenizer.eos_id, *ids] for ids in tokenizer.encode_batch(prompts)], tokenizer.eos_id)
+        new = generate_tokens(tokens, max_new_tokens=-(-max_new_tokens // ANSWER_STEP) * ANSWER_STEP, prompt_lengths=lengths, eos_id=tokenizer.eos_id)
+        return [tokenizer.decode(_until(row[:max_new_tokens], tokenizer.eos_id)) for row in np.asarray(new)]
 
     return generate
 

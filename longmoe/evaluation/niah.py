@@ -5,7 +5,7 @@ A needle is a sentence that gives a key its number (or uuid); the prompt ends wi
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,18 +64,21 @@ def niah_tasks(essay: Essay) -> list[TextTask]:
 
 
 def needle_tasks(essay: Essay, depths: Sequence[int] = DEPTHS) -> list[TextTask]:
-    """needle_grid: example i has its needle at depths[i % len(depths)] percent of an essay. The controls, under the same instructions:
+    """needle_grid: example i has its needle at depths[i % len(depths)] percent of an essay, and len(depths) examples in a row share key and
+    number. The controls, under the same instructions:
     needle_absent has no needle, and the answer is "not stated"; needle_duplicate gives the key a wrong number somewhere before the right one at the
     example's depth, and the last one counts.
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 100]
     if wrong or not depths:
         raise ValueError(f"depths: got {list(depths)}, wanted percentages from 0 to 100")
+
+    def task(name: str, family: str, kind: Literal["present", "absent", "duplicate"], score: Callable[[TextExample, str], Score]) -> TextTask:
+        return TextTask(name, family, ANSWER_TOKENS, lambda draws, place: _grid(kind, essay, depths, draws, place), score, draws_shared_by=len(depths))
+
     by_number = make_pattern_score(NUMBER)
-    grid = lambda kind: lambda draws, place: _grid(kind, essay, depths, draws, place)
-    return [TextTask("needle_grid", "retrieval", ANSWER_TOKENS, grid("present"), by_number),
-            TextTask("needle_absent", "control", ANSWER_TOKENS, grid("absent"), _absent_score),
-            TextTask("needle_duplicate", "control", ANSWER_TOKENS, grid("duplicate"), by_number)]
+    return [task("needle_grid", "retrieval", "present", by_number), task("needle_absent", "control", "absent", _absent_score),
+            task("needle_duplicate", "control", "duplicate", by_number)]
 
 
 def needle(kind: str, key: str, value: str) -> str:

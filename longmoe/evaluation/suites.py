@@ -20,7 +20,7 @@ from longmoe.evaluation.graph_walks import graph_walk_tasks
 from longmoe.evaluation.haystack import Essay
 from longmoe.evaluation.models import Model
 from longmoe.evaluation.mrcr import mrcr_tasks
-from longmoe.evaluation.niah import DEPTHS, needle_tasks
+from longmoe.evaluation.niah import needle_tasks
 from longmoe.evaluation.ruler import ruler_tasks
 from longmoe.evaluation.statistics import EffectiveContext, Interval, effective_context, wilson
 from longmoe.evaluation.synthetic import MQAR_VOCAB, mqar_task, palindrome_task, stack_task, state_tasks
@@ -41,6 +41,10 @@ SUITES: Mapping[str, Callable[[Essay | None, int], Sequence[Task]]] = {
     "state_tracking": lambda essay, vocab_size: state_tasks(),
 }
 """Suite -> (essay, vocab_size) -> its tasks."""
+BATCH_TOKENS, LARGEST_BATCH = 65_536, 64
+"""Batches that are not given a size hold about so many tokens and at most so many examples."""
+CONTROL = "control"
+"""Family of tasks that say how far to trust another one: it has no effective context."""
 TOKEN_SUITES = ("mqar", "palindrome", "stack", "state_tracking")
 """Those on token ids, which need no tokenizer. The others are on text."""
 
@@ -100,27 +104,27 @@ def make_tasks(suites: Sequence[str], *, essay: Essay | None = None, vocab_size:
 
 def samples_of(task: Task, samples: int) -> int:
     """Examples a length: `samples` of each depth for the needle grid and its controls, whole traces for consistency, else `samples`."""
-    group = len(DEPTHS) if task.name.startswith("needle_") else task.draws_shared_by if isinstance(task, TextTask) else 1
-    return samples * group
+    return samples * (task.draws_shared_by if isinstance(task, TextTask) else 1)
 
 
 def run_tasks(tasks: Sequence[Task], answers: Answers, *, lengths: Sequence[int], samples: int, count: Count | None = None, seed: int = 0,
-              batch_size: int = 8, progress: Callable[[str, int], None] = lambda task, done: None) -> Results:
+              batch_size: int | None = None, progress: Callable[[str, int], None] = lambda task, done: None) -> Results:
     """Every task at every length, `samples_of` examples each, asked for in batches.
 
-    count: the model's, for tasks on text. progress(task, examples) is called after each batch, and with a whole task's examples where it does not fit.
+    count: the model's, for tasks on text. batch_size None takes a divisor of `samples` by BATCH_TOKENS and LARGEST_BATCH, so that all batches of a
+    length have one shape. progress(task, examples) is called after each batch, and with a whole task's examples where it does not fit.
     A length that a task cannot have is listed in `unfit`, never cut.
     """
-    if samples < 1 or batch_size < 1:
+    if samples < 1 or batch_size is not None and batch_size < 1:
         raise ValueError(f"samples: got {samples} with batch_size={batch_size}, wanted both at least 1")
     records, unfit = [], []
     for length in lengths:
         for task in tasks:
-            wanted = samples_of(task, samples)
+            wanted, rows = samples_of(task, samples), batch_size or _batch_size(length, samples)
             try:
                 make = make_examples(task, length=length, count=count, seed=seed)
-                for start in range(0, wanted, batch_size):
-                    examples = [make(i) for i in range(start, min(start + batch_size, wanted))]
+                for start in range(0, wanted, rows):
+                    examples = [make(i) for i in range(start, min(start + rows, wanted))]
                     records += [_record(task, *pair) for pair in zip(examples, answers(task, examples), strict=True)]
                     progress(task.name, len(examples))
             except SizeError as error:
@@ -176,21 +180,36 @@ def cells(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, 
             for name, group in groups.items()}
 
 
-def effective_contexts(records: Sequence[Record], *, threshold: float | None = None) -> dict[str, EffectiveContext]:
-    """Family -> its effective context by the official score, over the lengths at which every task of the family ran that ran at any length.
+def family_score(records: Sequence[Record]) -> tuple[Interval, float]:
+    """(official score with its interval, chance): means over the tasks of `records`, each task counting the same."""
+    tasks = cells(records, lambda record: record.task).values()
+    # The variance of a mean over K tasks is that of one sample of K^2 / sum(1 / n), where the tasks are alike, and less where they differ.
+    n = int(len(tasks)**2 / sum(1 / cell.official.n for cell in tasks))
+    mean = lambda figures: sum(figures) / len(tasks)
+    return wilson(min(1.0, mean(cell.official.mean for cell in tasks)), n), mean(cell.chance for cell in tasks)
 
-    Means are over examples. threshold as for `effective_context`.
+
+def effective_contexts(records: Sequence[Record], *, threshold: float | None = None) -> dict[str, EffectiveContext]:
+    """Family -> its effective context by `family_score`, over the lengths at which all of the family's tasks ran; families without one are left out.
+
+    threshold as for `effective_context`.
     """
     result = {}
-    for family in dict.fromkeys(record.family for record in records):
-        own = [record for record in records if record.family == family]
-        tasks = {record.task for record in own}
-        lengths = [length for length in {r.length for r in own} if {r.task for r in own if r.length == length} == tasks]
-        found = cells([record for record in own if record.length in lengths], lambda record: record.length)
-        if found:
-            scores, chance = ({length: getattr(cell, name) for length, cell in found.items()} for name in ("official", "chance"))
-            result[family] = effective_context(scores, chance, threshold=threshold)
+    for family in dict.fromkeys(record.family for record in records if record.family != CONTROL):
+        by_length: dict[int, list[Record]] = defaultdict(list)
+        for record in records:
+            if record.family == family:
+                by_length[record.length].append(record)
+        tasks = {record.task for part in by_length.values() for record in part}
+        scores = {length: family_score(part) for length, part in by_length.items() if {record.task for record in part} == tasks}
+        if scores:
+            result[family] = effective_context({k: v[0] for k, v in scores.items()}, {k: v[1] for k, v in scores.items()}, threshold=threshold)
     return result
+
+
+def _batch_size(length: int, samples: int) -> int:
+    most = min(LARGEST_BATCH, max(1, BATCH_TOKENS // length))
+    return max(size for size in range(1, most + 1) if samples % size == 0)
 
 
 def _record(task: Task, example: Example, output: Any) -> Record:

@@ -1,0 +1,1 @@
+"""`longmoe eval RUN --suite`: what it writes, and what it refuses."""
