@@ -29,6 +29,31 @@ def test_eval_prints_and_writes_figures(run, capsys):
     assert "bits per byte" in capsys.readouterr().out
 
 
+def test_eval_runs_suites(run, capsys):
+    """At 64 tokens no needle fits and a held-out document does; at 1,024 it is the other way round."""
+    asked = ["--suite", "needle,consistency,stack,positions", "--lengths", "64", "1024", "--samples", "1"]
+    before = (run / "eval.json").read_bytes() if (run / "eval.json").exists() else None
+    assert main(["eval", str(run), *asked]) == 0
+    found, page, printed = json.loads((run / "suites.json").read_text()), (run / "suites.html").read_text(), capsys.readouterr()
+    assert {(row["task"], row["length"]) for row in found["tasks"]} == {
+        *((task, 1024) for task in ("needle_grid", "needle_absent", "needle_duplicate", "consistency", "stack")), ("stack", 64)}
+    assert {(row["task"], row["length"]) for row in found["unfit"]} == {
+        *((task, 64) for task in ("needle_grid", "needle_absent", "needle_duplicate", "consistency")), ("positions", 1024)}
+    assert len([row for row in found["needles"] if row["task"] == "needle_grid"]) == 11 and found["positions"][0]["length"] == 64
+    assert len(found["records"]) == 3 * 11 + 8 + 2 and set(found["effective_context"]) == {"retrieval", "consistency", "recall"}
+    assert page.count("<img") == 2 + 3 + 2 and "Left out" in page and "needle_grid" in printed.out and "eval: step" in printed.err
+    assert ((run / "eval.json").read_bytes() if (run / "eval.json").exists() else None) == before
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--suite", "needle,rular"], "suite: got 'rular', wanted names among needle, ruler, graph_walks"), (["--suite", "rular"], "did you mean ruler?"),
+    (["--suite", "needle", "--batches", "2"], "wanted samples and lengths"), (["--suite", "stack", "--samples", "0"], "samples: got 0"),
+    (["--suite", "needle", "--essay", "nowhere.txt"], "nowhere.txt")])
+def test_eval_refuses_what_it_cannot_do(run, capsys, flags, message):
+    assert main(["eval", str(run), *flags]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
 def test_generate_repeats_itself_with_its_seed(run, capsys):
     """Of the corpus it takes the tokenizer alone: the documents need not be there."""
     texts, corpus = [], run.parent / "corpus"

@@ -20,7 +20,7 @@ from longmoe.evaluation.synthetic import make_batches, mqar_task
 from longmoe.evaluation.words import ADJECTIVES, NOUNS, NUM_PAIRS, draw_pairs, draw_words
 
 TASKS = {**TEXT_TASKS, **TOKEN_TASKS}
-LENGTHS = [1024, 8192, pytest.param(65536, marks=pytest.mark.slow)]
+LENGTHS = [1024, 8192, 65536]
 GUESSES = 40
 SURE = 4.5
 """z of the interval that a share of guesses must be chance within: one in 150,000 falls outside."""

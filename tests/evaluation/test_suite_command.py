@@ -1,1 +1,0 @@
-"""`longmoe eval RUN --suite`: what it writes, and what it refuses."""
