@@ -26,7 +26,7 @@ def consistency_task(asks: int = ASKS) -> TextTask:
     if asks < 1:
         raise ValueError(f"asks: got {asks}, wanted at least 1")
     return TextTask("consistency", "consistency", 32, lambda draws, place: _trace(asks, draws, place), make_pattern_score(NUMBER),
-                    least_units=_EVERY * asks, draws_shared_by=asks)
+                    least_units=asks, draws_shared_by=asks)
 
 
 @dataclass(frozen=True)

@@ -55,12 +55,13 @@ def score_documents(score: ScoreTokens, documents: np.ndarray, *, first: int, ba
     return Losses(nll=nll, targets=documents, segment_ids=np.ones_like(documents), weights=np.ones(documents.shape, np.float32))
 
 
-def context_gain(score: ScoreTokens, documents: np.ndarray, *, contexts: Sequence[int] | None = None, tail: int = TAIL,
+def context_gain(score: ScoreTokens, documents: np.ndarray, *, first: int, contexts: Sequence[int] | None = None, tail: int = TAIL,
                  batch_size: int = 1) -> list[ContextGain]:
     """How much the loss of the last `tail` tokens of documents int32 [R, T] falls as more of what comes before them is given, shortest context first.
 
-    contexts: tokens before the tail; None takes tail, 2 tail, 4 tail, ... and all T - tail. Every context scores the same tokens of the same documents, so that
-    a difference is the context's. ValueError where a context does not fit.
+    first: the token (end of document) before every context, which then begins as a document does. contexts: tokens before the tail; None takes tail, 2 tail,
+    4 tail, ... and all T - tail. Every context scores the same tokens of the same documents, so that a difference is the context's. ValueError where a
+    context does not fit.
     """
     rows, length = documents.shape
     longest = length - tail
@@ -75,9 +76,8 @@ def context_gain(score: ScoreTokens, documents: np.ndarray, *, contexts: Sequenc
         raise ValueError(f"contexts: got {contexts}, wanted from 1 to {longest} tokens before the tail of documents of {length}")
     of_context = []
     for context in contexts:
-        parts = documents[:, longest - context:]
-        nll = [score(parts[i:i + batch_size, :-1], parts[i:i + batch_size, 1:]).nll[:, -tail:] for i in range(0, rows, batch_size)]
-        of_context.append(np.concatenate(nll).mean(axis=1, dtype=np.float64))
+        losses = score_documents(score, documents[:, longest - context:], first=first, batch_size=batch_size)
+        of_context.append(losses.nll[:, -tail:].mean(axis=1, dtype=np.float64))
     return [_gain(context, of_context[0], nll) for context, nll in zip(contexts, of_context)]
 
 

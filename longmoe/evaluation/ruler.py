@@ -12,10 +12,12 @@ import numpy as np
 from longmoe.evaluation.draws import Draws
 from longmoe.evaluation.examples import Draft, Place, SizeError, TextTask
 from longmoe.evaluation.haystack import NOISE, Essay, insert
-from longmoe.evaluation.niah import niah_tasks
+from longmoe.evaluation.niah import VARIANTS, niah_tasks
 from longmoe.evaluation.scoring import VARIABLE, make_pattern_score, word_score
 from longmoe.evaluation.words import draw_words
 
+TASKS = (*(variant.name for variant in VARIANTS), "vt", "cwe", "fwe")
+"""Names of the eleven tasks, in RULER's order."""
 HOPS = 4
 COMMON_WORDS = 10
 SHORT = 4096
@@ -26,7 +28,7 @@ _ZETA_2 = np.pi**2 / 6
 
 
 def ruler_tasks(essay: Essay) -> list[TextTask]:
-    """The eleven tasks, in RULER's order."""
+    """The tasks of TASKS, in their order."""
     return [*niah_tasks(essay),
             TextTask("vt", "multi-hop", 30, _variables, make_pattern_score(VARIABLE)),
             TextTask("cwe", "aggregation", 120, _common_words, word_score, least_units=2 * COMMON_WORDS),

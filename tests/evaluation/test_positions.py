@@ -49,26 +49,26 @@ def test_gain_is_of_the_same_last_tokens():
         seen.append((tokens.shape[1], targets[:, -8:].tolist()))
         return by_token(tokens, targets)
 
-    found = context_gain(score, DOCUMENTS, tail=8, batch_size=2)
+    found = context_gain(score, DOCUMENTS, first=0, tail=8, batch_size=2)
     assert [gain.context for gain in found] == [8, 16, 32, 56] and all(gain.gain == gain.half_width == 0 for gain in found)
     assert all(last == DOCUMENTS[i:i + len(last), -8:].tolist() for (_, last), i in zip(seen, [0, 2] * 4))
-    assert [width for width, _ in seen[::2]] == [15, 23, 39, 63]
+    assert [width for width, _ in seen[::2]] == [16, 24, 40, 64]
     assert found[0].nll == pytest.approx(DOCUMENTS[:, -8:].mean())
 
 
 def test_gain_grows_with_context():
-    found = context_gain(by_context, DOCUMENTS, tail=8, contexts=[16, 56, 16])
-    mean = lambda context: np.mean(10 - np.log2(np.arange(context, context + 8)))
+    found = context_gain(by_context, DOCUMENTS, first=0, tail=8, contexts=[16, 56, 16])
+    mean = lambda context: np.mean(10 - np.log2(np.arange(context + 1, context + 9)))
     assert [gain.context for gain in found] == [16, 56] and found[1].gain == pytest.approx(mean(16) - mean(56), abs=1e-5)
-    assert found[1].documents == 3 and math.isnan(context_gain(by_context, DOCUMENTS[:1], tail=8)[1].half_width)
+    assert found[1].documents == 3 and math.isnan(context_gain(by_context, DOCUMENTS[:1], first=0, tail=8)[1].half_width)
 
 
 def test_the_interval_is_over_documents():
     def score(tokens, targets):      # the gain of a document is a tenth of its first token
-        nll = by_context(tokens, targets).nll - 0.1 * DOCUMENTS[:, :1] * (tokens.shape[1] > 61)
+        nll = by_context(tokens, targets).nll - 0.1 * DOCUMENTS[:, :1] * (tokens.shape[1] > 62)
         return TokenScores(nll, np.zeros_like(targets))
 
-    gains = context_gain(score, DOCUMENTS, tail=8, contexts=[54, 56], batch_size=3)[1]
+    gains = context_gain(score, DOCUMENTS, first=0, tail=8, contexts=[54, 56], batch_size=3)[1]
     assert gains.half_width == pytest.approx(1.96 * 0.1 * DOCUMENTS[:, 0].std(ddof=1) / math.sqrt(3), rel=1e-3)
 
 
@@ -78,6 +78,6 @@ def test_the_interval_is_over_documents():
     (dict(tail=8, contexts=[0, 8]), r"contexts: got \[0, 8\]")])
 def test_what_does_not_fit_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        context_gain(by_token, DOCUMENTS, **changes)
+        context_gain(by_token, DOCUMENTS, first=0, **changes)
     with pytest.raises(ValueError, match="documents: got none"):
-        context_gain(by_token, DOCUMENTS[:0], tail=8)
+        context_gain(by_token, DOCUMENTS[:0], first=0, tail=8)
