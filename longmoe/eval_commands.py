@@ -10,9 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from longmoe.configs import DataConfig, TrainConfig
+from longmoe.configs import TrainConfig
 from longmoe.data.loader import with_default_corpus
-from longmoe.data.sources import open_sources, open_tokenizer
+from longmoe.data.sources import Documents, open_sources, open_tokenizer
 from longmoe.data.tokenizer import Tokenizer
 from longmoe.eval_report import COLUMNS, Positions, plain, score_rows, sections, summary
 from longmoe.evaluation.examples import Task, TokenTask
@@ -48,7 +48,7 @@ class SuiteRun:
 
 
 def run_suites(asked: SuiteRun) -> None:
-    """Runs the suites, prints a table, and writes RUN/suites.json and RUN/suites.html.
+    """Runs the suites, prints a table, and writes RUN/suites.json and RUN/suites.html; both also after each length, shortest first.
 
     ValueError for a name that is no suite, a suite on text for a run without a tokenizer, and a suite whose ids the model does not have.
     """
@@ -58,10 +58,11 @@ def run_suites(asked: SuiteRun) -> None:
     config, variables = load_checkpoint(asked.run, asked.step)
     tasks = _tasks(asked, config)
     lengths = sorted(set(asked.lengths)) or _default_lengths(config.data.sequence_length)
-    on_text = config.data.task == "text"
-    data = with_default_corpus(config.data) if on_text else config.data
-    tokenizer = open_tokenizer(data) if on_text else None
+    data = with_default_corpus(config.data) if config.data.task == "text" else config.data
+    tokenizer = open_tokenizer(data) if data.task == "text" else None
     model = _model(config, variables, tokenizer)
+    documents = [source.documents for source in open_sources(data, "heldout")] if POSITIONS in asked.suites else []
+    results, positions = Results((), ()), []
     total = len(lengths) * (sum(samples_of(task, asked.samples) for task in tasks) + asked.samples * (POSITIONS in asked.suites))
     with ProgressDisplay("eval", total) as display:
         done = 0
@@ -71,15 +72,16 @@ def run_suites(asked: SuiteRun) -> None:
             done += examples
             display.advance(done, name)
 
-        results = run_tasks(tasks, model_answers(model), lengths=lengths, samples=asked.samples, count=model.count, seed=asked.seed,
-                            batch_size=asked.batch_size, progress=progress)
-        positions: list[Positions] = []
-        if tokenizer is not None and POSITIONS in asked.suites:
-            positions, results = _positions(asked, data, model.score, tokenizer.eos_id, lengths, results, progress)
-    root = RunPaths(Path(asked.run)).root
-    record = {"asked": plain(asked)} | plain(summary(results, positions)) | {"records": plain(results.records)}
-    replace_text(root / "suites.json", json.dumps(record, indent=1) + "\n")
-    page = write_report(root / "suites.html", f"{asked.run}: {', '.join(asked.suites)}", sections(results, positions))
+        display.say(f"{len(tasks)} tasks at {', '.join(f'{length:,}' for length in lengths)} tokens")
+        for length in lengths:
+            results += run_tasks(tasks, model_answers(model), lengths=[length], samples=asked.samples, count=model.count, seed=asked.seed,
+                                 batch_size=asked.batch_size, progress=progress)
+            if tokenizer is not None and POSITIONS in asked.suites:
+                found = _positions(documents, model.score, tokenizer.eos_id, length, asked.samples)
+                positions += [found] if isinstance(found, Positions) else []
+                results += Results((), () if isinstance(found, Positions) else (found,))
+                progress(POSITIONS, asked.samples)
+            page = _write(asked, results, positions)
     _print(asked.run, results)
     print(page)
 
@@ -110,28 +112,28 @@ def _model(config: TrainConfig, variables: Mapping[str, Any], tokenizer: Tokeniz
     return Model(generate=make_generate(functools.partial(generate, LongMoE(config.model), variables), tokenizer), score=score, count=make_count(tokenizer))
 
 
-def _positions(asked: SuiteRun, data: DataConfig, score: ScoreTokens, eos_id: int, lengths: Sequence[int], results: Results,
-               progress: Any) -> tuple[list[Positions], Results]:
-    """Of each length for which the held-out split has documents; the others are added to what did not fit."""
-    sources = [source.documents for source in open_sources(data, "heldout")]
-    found, unfit = [], list(results.unfit)
-    for length in lengths:
-        documents = long_documents(_tokens(sources), length, asked.samples)
-        if len(documents):
-            edges = position_edges(length)
-            losses = score_documents(score, documents, first=eos_id)
-            gains = context_gain(score, documents, first=eos_id, tail=min(TAIL, length // 2))
-            found.append(Positions(length, len(documents), edges, tuple(loss_by_position(losses, edges)), tuple(gains)))
-        else:
-            unfit.append(Unfit(POSITIONS, length, f"length: got {length}, but no held-out document has as many tokens"))
-        progress(POSITIONS, asked.samples)
-    return found, dataclasses.replace(results, unfit=tuple(unfit))
+def _positions(documents: Sequence[Documents], score: ScoreTokens, eos_id: int, length: int, most: int) -> Positions | Unfit:
+    """Of the first `most` held-out documents that are long enough."""
+    chosen = long_documents(_tokens(documents), length, most)
+    if not len(chosen):
+        return Unfit(POSITIONS, length, f"length: got {length}, but no held-out document has as many tokens")
+    edges = position_edges(length)
+    losses = score_documents(score, chosen, first=eos_id)
+    gains = context_gain(score, chosen, first=eos_id, tail=min(TAIL, length // 2))
+    return Positions(length, len(chosen), edges, tuple(loss_by_position(losses, edges)), tuple(gains))
 
 
-def _tokens(sources: Sequence[Any]) -> Iterator[np.ndarray]:
-    for documents in sources:
-        for index in range(len(documents)):
-            yield documents.document(index).tokens
+def _tokens(documents: Sequence[Documents]) -> Iterator[np.ndarray]:
+    for source in documents:
+        for index in range(len(source)):
+            yield source.document(index).tokens
+
+
+def _write(asked: SuiteRun, results: Results, positions: Sequence[Positions]) -> Path:
+    root = RunPaths(Path(asked.run)).root
+    record = {"asked": plain(asked)} | plain(summary(results, positions)) | {"records": plain(results.records)}
+    replace_text(root / "suites.json", json.dumps(record, indent=1) + "\n")
+    return write_report(root / "suites.html", f"{asked.run}: {', '.join(asked.suites)}", sections(results, positions))
 
 
 def _print(run: str, results: Results) -> None:

@@ -30,14 +30,15 @@ def test_eval_prints_and_writes_figures(run, capsys):
 
 
 def test_eval_runs_suites(run, capsys):
-    """At 64 tokens no needle fits and a held-out document does; at 1,024 it is the other way round."""
-    assert main(["eval", str(run), "--suite", "needle,positions", "--lengths", "64", "1024", "--samples", "1", "--batch-size", "11"]) == 0
+    """At 64 tokens no prompt fits and a held-out document does; at 1,024 two prompts do and no document."""
+    assert main(["eval", str(run), "--suite", "code_hops,positions", "--lengths", "1024", "64", "--samples", "1"]) == 0
     found, page, printed = json.loads((run / "suites.json").read_text()), (run / "suites.html").read_text(), capsys.readouterr()
-    needles = ("needle_grid", "needle_absent", "needle_duplicate")
-    assert [(row["task"], row["length"]) for row in found["tasks"]] == [(task, 1024) for task in needles]
-    assert {(row["task"], row["length"]) for row in found["unfit"]} == {*((task, 64) for task in needles), ("positions", 1024)}
-    assert len(found["needles"]) == len(found["records"]) == 33 and [part["length"] for part in found["positions"]] == [64]
-    assert "Left out" in page and page.count("<img") == 2 + 3 + 2 and "needle_grid" in printed.out and "eval: step" in printed.err
+    tasks, longer = ("code_hops_1", "code_hops_2"), "code_hops_4"
+    assert [(row["task"], row["length"]) for row in found["tasks"]] == [(task, 1024) for task in tasks]
+    assert {(row["task"], row["length"]) for row in found["unfit"]} == {*((task, 64) for task in (*tasks, longer)), (longer, 1024), ("positions", 1024)}
+    assert [(record["task"], record["tokens"] <= 992) for record in found["records"]] == [(task, True) for task in tasks]
+    assert [part["length"] for part in found["positions"]] == [64] and found["positions"][0]["gains"][0]["nll"] > 0
+    assert "Left out" in page and page.count("<img") == 2 + 2 and "left out" in printed.out and "eval: step" in printed.err
 
 
 @pytest.mark.parametrize("flags,message", [

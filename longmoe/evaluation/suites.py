@@ -77,10 +77,13 @@ class Unfit:
 
 @dataclass(frozen=True)
 class Results:
-    """What `run_tasks` found."""
+    """What `run_tasks` found; results add up."""
 
     records: tuple[Record, ...]
     unfit: tuple[Unfit, ...]
+
+    def __add__(self, other: "Results") -> "Results":
+        return Results(self.records + other.records, self.unfit + other.unfit)
 
 
 @dataclass(frozen=True)
@@ -117,21 +120,23 @@ def run_tasks(tasks: Sequence[Task], answers: Answers, *, lengths: Sequence[int]
     """
     if samples < 1 or batch_size is not None and batch_size < 1:
         raise ValueError(f"samples: got {samples} with batch_size={batch_size}, wanted both at least 1")
-    records, unfit = [], []
+    records: list[Record] = []
+    unfit: list[Unfit] = []
     for length in lengths:
         for task in tasks:
             wanted, rows = samples_of(task, samples), batch_size or _batch_size(length, samples)
+            own: list[Record] = []
             try:
                 make = make_examples(task, length=length, count=count, seed=seed)
                 for start in range(0, wanted, rows):
                     examples = [make(i) for i in range(start, min(start + rows, wanted))]
-                    records += [_record(task, *pair) for pair in zip(examples, answers(task, examples), strict=True)]
+                    own += [_record(task, *pair) for pair in zip(examples, answers(task, examples), strict=True)]
                     progress(task.name, len(examples))
-            except SizeError as error:
-                done = sum(record.task == task.name and record.length == length for record in records)
-                records = records[:len(records) - done]          # a task that fits only sometimes gives no fair mean
+            except SizeError as error:                           # a task that fits only sometimes would give no fair mean
                 unfit.append(Unfit(task.name, length, str(error)))
-                progress(task.name, wanted - done)
+                progress(task.name, wanted - len(own))
+            else:
+                records += own
     return Results(tuple(records), tuple(unfit))
 
 
