@@ -17,6 +17,8 @@ from longmoe.evaluation.draws import Draws
 Count = Callable[[str], int]
 """A text's length in the tokens of the model that will read it, all that the model is given with it included."""
 MAX_SEARCH_STEPS = 24
+SLACK = 2.0**-14
+"""Share of a length that may stay empty, so that a prompt of a million tokens is not counted again for the sake of a word: 64 tokens there."""
 _PROBE = -1
 
 
@@ -167,9 +169,10 @@ def make_examples(task: Task, *, length: int, count: Count | None = None, seed: 
 
 
 def _find_units(task: TextTask, length: int, count: Count, seed: int) -> tuple[int, float]:
-    """(the most units, to within about one, whose probe fits; units a token).
+    """(the most units, to within one unit or SLACK of the length, whose probe fits; units a token).
 
-    Interpolation between a size that fits and one that does not, a bisection every third step: sizes are close to linear in units.
+    Interpolation between a size that fits and one that does not, past a few steps every other one a bisection: sizes
+    are close to linear in units, but need not be.
     """
     def size(units: int) -> int:
         draft = _draft(task, length, seed, _PROBE, units)
@@ -189,11 +192,11 @@ def _find_units(task: TextTask, length: int, count: Count, seed: int) -> tuple[i
             high, high_size = guess, guess_size
         if high is not None:
             slope = max((high_size - low_size) / (high - low), 1e-3)
-        if high == low + 1 or length - low_size < slope:
+        if high == low + 1 or length - low_size < max(slope, length * SLACK):
             break
         guess = low + max(1, int((length - low_size) / slope))
         if high is not None:
-            guess = (low + high) // 2 if step % 3 == 2 else min(guess, high - 1)
+            guess = (low + high) // 2 if step > 6 and step % 2 else min(guess, high - 1)
     return low, 1.0 / slope
 
 

@@ -269,6 +269,7 @@ def test_no_word_is_part_of_another():
         draw_words(Draws(1), len(words)**2 + 1)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 500), st.data())
 def test_draws(bound, data):
     size = data.draw(st.integers(0, bound))
@@ -287,6 +288,7 @@ def test_values_have_their_form():
     assert all(re.fullmatch(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", each) for each in draw_uuids(Draws(3), 1000))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 400))
 def test_an_essay_repeats_and_gives_as_many_words_as_asked(words):
     text = " ".join(ESSAY.sentences(words)).split()
@@ -306,6 +308,7 @@ def test_the_default_essay_is_prose():
     assert not re.search(r"\d{5}|>>>|__", " ".join(essay.sentences(essay.num_words)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 6), max_size=5))
 def test_insert_keeps_the_order_of_units_and_needles(places):
     units, needles = [f"u{i}" for i in range(6)], [f"n{i}" for i in range(len(places))]

@@ -1,7 +1,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longmoe.evaluation.statistics import RULER_THRESHOLD, Interval, effective_context, weighted_averages, wilson
@@ -14,6 +14,7 @@ def test_wilson_is_the_published_interval():
         assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**6), st.floats(0, 1))
 def test_wilson_holds_its_mean(n, mean):
     found = wilson(mean, n)
