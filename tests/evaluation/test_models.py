@@ -1,16 +1,13 @@
-"""Models as pairs of functions: ours agrees with the plain loss, and any pair runs through the suites."""
+"""Models as pairs of functions: batched generation, and any pair through the suites. Our `score` is tested beside the plain loss, in test_text."""
 import re
 
-import jax
 import numpy as np
 import pytest
 from long_tasks import ESSAY, TEXT_TASKS, TOKEN_TASKS, count, solve
-from tiny_config import VOCAB, batch_of, tiny_model
 
 from longmoe.data.tokenizer import Tokenizer
-from longmoe.evaluation import models
 from longmoe.evaluation.examples import make_examples
-from longmoe.evaluation.models import Model, TokenScores, make_count, make_generate, make_score
+from longmoe.evaluation.models import Model, TokenScores, make_count, make_generate
 from longmoe.evaluation.statistics import Interval
 from longmoe.evaluation.suites import (
     Record,
@@ -24,24 +21,8 @@ from longmoe.evaluation.suites import (
     run_tasks,
     samples_of,
 )
-from longmoe.model.lm import LongMoE, init_variables
 
 BYTES = Tokenizer.of_bytes()
-
-
-def test_scores_are_the_plain_loss(key, monkeypatch):
-    """In chunks of 7 positions of 24, which do not come out even."""
-    monkeypatch.setattr(models, "SCORED_AT_ONCE", 7)
-    config = tiny_model(num_layers=2)
-    variables = init_variables(config, key)
-    batch = {name: np.asarray(array) for name, array in batch_of(key, rows=2).items()}
-    score = make_score(config, variables)
-    found = score(batch["tokens"], batch["targets"])
-    logits = np.asarray(jax.jit(lambda tokens: LongMoE(config).apply(variables, tokens).logits)(batch["tokens"]), np.float64)
-    nll = np.log(np.exp(logits).sum(axis=-1)) - np.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
-    assert found.nll == pytest.approx(nll, abs=1e-5) and np.array_equal(found.best, np.argmax(logits, axis=-1))
-    with pytest.raises(ValueError, match=f"tokens: got id {VOCAB}, wanted ids below the model's vocab_size {VOCAB}"):
-        score(batch["tokens"], np.full((2, 24), VOCAB))
 
 
 def test_generation_is_batched_and_ends():

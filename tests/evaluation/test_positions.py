@@ -1,4 +1,4 @@
-"""Losses by position and the gain of context, on a scorer whose losses are known: ours is compared with the plain loss in test_models."""
+"""Losses by position and the gain of context, on a scorer whose losses are known: ours is compared with the logits in test_text."""
 import math
 
 import numpy as np
