@@ -45,8 +45,8 @@ class Eval:
     sequence_length: int | None = None
     """Tokens a row; None is the run's own."""
     suite: str = ""
-    """Runs long-context suites instead, names with commas between (needle,ruler,...), and writes RUN/suites.json and RUN/suites.html; batch_size is then
-    examples a batch."""
+    """Runs long-context suites instead, and writes RUN/suites.json and RUN/suites.html. Names with commas between, of: needle, ruler, graph_walks, code_hops,
+    mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their length)."""
     lengths: tuple[int, ...] = ()
     """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's sequence length."""
     samples: int = 16

@@ -1,9 +1,11 @@
 """Commands on a trained run: figures, text as it comes, a comparison, and what is refused."""
+import dataclasses
 import json
 import shutil
 
 import pytest
 
+from longmoe import presets
 from longmoe.cli import main
 from longmoe.commands import print_stream
 from longmoe.data.corpus import build_corpus
@@ -47,6 +49,18 @@ def test_eval_runs_suites(run, capsys):
     (["--suite", "needle", "--essay", "nowhere.txt"], "nowhere.txt")])
 def test_eval_refuses_what_it_cannot_do(run, capsys, flags, message):
     assert main(["eval", str(run), *flags]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite,vocab_size,message", [
+    ("stack,vt", 4096, "suite: got 'vt', wanted names among"),
+    ("stack,ruler,positions", 4096, "suite: got ruler, positions for a_run, which was trained on associative_recall and has no tokenizer"),
+    ("palindrome,stack", 100, "suite: got stack, whose tokens need a vocabulary of 130, wanted tasks for the model's 100")])
+def test_suites_that_a_run_cannot_have(monkeypatch, capsys, suite, vocab_size, message):
+    cfg = presets.nano()
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=vocab_size), data=dataclasses.replace(cfg.data, task="associative_recall"))
+    monkeypatch.setattr("longmoe.eval_commands.load_checkpoint", lambda run, step: (cfg, {}))
+    assert main(["eval", "a_run", "--suite", suite]) == 2
     assert message in capsys.readouterr().err
 
 
