@@ -26,7 +26,7 @@ def mrcr_tasks() -> list[TextTask]:
     MRCR (Vodrahalli et al., 2024, arXiv 2409.12640); replies are sentences of random words.
     """
     return [TextTask(f"mrcr_{needles}", "retrieval", 200, lambda draws, place, needles=needles: _turns(needles, draws, place), repetition_score,
-                     least_units=0) for needles in NEEDLES]
+                     least_units=4) for needles in NEEDLES]
 
 
 def _turns(needles: int, draws: Draws, place: Place) -> Draft:
