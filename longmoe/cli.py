@@ -5,6 +5,7 @@
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
     longmoe eval runs/first
+    longmoe eval runs/first --suite needle,ruler --lengths 1024 8192
     longmoe generate runs/first --prompt 'def main('
     longmoe report runs/first runs/mix
     longmoe estimate kimi_k3 --data.sequence-length 65536

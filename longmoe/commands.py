@@ -16,6 +16,7 @@ from longmoe.configs import DataConfig, TrainConfig
 from longmoe.data.loader import make_loader, with_default_corpus
 from longmoe.data.sources import open_tokenizer
 from longmoe.data.token_folder import read_token_folder
+from longmoe.eval_commands import SuiteRun, run_suites
 from longmoe.evaluation import report as html
 from longmoe.evaluation.ngrams import ngram_baselines
 from longmoe.evaluation.recall import recall_score
@@ -43,6 +44,17 @@ class Eval:
     """Rows a batch; None is the run's own."""
     sequence_length: int | None = None
     """Tokens a row; None is the run's own."""
+    suite: str = ""
+    """Runs long-context suites instead, and writes RUN/suites.json and RUN/suites.html. Names with commas between, of: needle, ruler, graph_walks, code_hops,
+    mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their length)."""
+    lengths: tuple[int, ...] = ()
+    """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's sequence length."""
+    samples: int = 16
+    """With suite: examples of each task and length (of each depth, for needles; whole traces, for consistency)."""
+    seed: int = 0
+    """With suite: of the examples; the same seed gives the same ones."""
+    essay: str = ""
+    """With suite: a text file that needles are hidden in, instead of prose from the standard library's docstrings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +89,11 @@ class Report:
 
 def evaluate(arguments: list[str]) -> None:
     parsed = tyro.cli(Eval, args=arguments, prog="longmoe eval")
+    if parsed.suite:
+        if parsed.batches is not None or parsed.sequence_length is not None:
+            raise ValueError("suite: got it beside batches or sequence_length, which are of the held-out pass; wanted samples and lengths")
+        return run_suites(SuiteRun(parsed.run, tuple(dict.fromkeys(parsed.suite.split(","))), parsed.lengths, parsed.samples, parsed.seed, parsed.essay,
+                                   parsed.step, parsed.batch_size))
     config, variables = load_checkpoint(parsed.run, parsed.step)
     changes = {name: value for name in ("batch_size", "sequence_length") if (value := getattr(parsed, name)) is not None}
     data = dataclasses.replace(config.data, **changes)

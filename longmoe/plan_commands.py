@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pallas_kernels
+from longmoe import bench_moe
 from longmoe.configs import TrainConfig, to_json
 from longmoe.inference.serving_costs import Serving, ServingConfig
 from longmoe.model.lm import LongMoE
@@ -111,7 +112,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-BENCHES = ("kda", "grouped-matmul")
+BENCHES = ("kda", "grouped-matmul", "moe")
 
 
 def bench(arguments: list[str]) -> None:
@@ -125,5 +126,5 @@ def bench(arguments: list[str]) -> None:
     if operator == "grouped-matmul" and not hopper and not asks:
         raise ValueError(f"operator: got grouped-matmul on {jax.devices()[0].device_kind}, wanted a Hopper GPU: "
                          "this benchmark times the Mosaic GPU kernel's tiles")
-    run = grouped_matmul.main if operator == "grouped-matmul" else kda_gpu.main if hopper else kda_cpu.main
-    run(arguments)
+    runs = {"grouped-matmul": grouped_matmul.main, "moe": bench_moe.main, "kda": kda_gpu.main if hopper else kda_cpu.main}
+    runs[operator](arguments)

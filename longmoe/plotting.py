@@ -86,16 +86,34 @@ def depth_weights(weights: Mapping[str, np.ndarray]) -> Figure:
     table = np.full((len(weights), sources), np.nan)
     for row, values in zip(table, weights.values()):
         row[:len(values)] = values
-    figure = Figure(figsize=(_WIDTH, 1.2 + 0.32 * len(weights)), layout="constrained")
+    return heat_map(table, list(weights), range(sources), xlabel="depth source (0 is the embedding)", label="mean weight over tokens")
+
+
+def heat_map(values: np.ndarray, rows: Sequence[object], columns: Sequence[object], *, xlabel: str, label: str, ylabel: str = "") -> Figure:
+    """values [rows, columns] from 0 to 1 with each number in its cell; NaN leaves a cell empty."""
+    values = np.asarray(values, float)
+    figure = Figure(figsize=(_WIDTH, 1.2 + 0.32 * len(values)), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(table, aspect="auto", cmap=_MAP, vmin=0, vmax=1)
-    for (row, column), value in np.ndenumerate(table):
+    image = axes.imshow(values, aspect="auto", cmap=_MAP, vmin=0, vmax=1)
+    for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color="black" if value > 0.5 else "white")
-    axes.set(xlabel="depth source (0 is the embedding)", xticks=range(sources), yticks=range(len(weights)))
-    axes.set_yticklabels(list(weights), fontsize=8)
+    axes.set(xlabel=xlabel, ylabel=ylabel, xticks=range(len(columns)), yticks=range(len(rows)))
+    axes.set_xticklabels([str(column) for column in columns], fontsize=8)
+    axes.set_yticklabels([str(row) for row in rows], fontsize=8)
     axes.grid(False)
-    figure.colorbar(image, ax=axes, label="mean weight over tokens")
+    figure.colorbar(image, ax=axes, label=label)
+    return figure
+
+
+def context_gain(series: Mapping[str, tuple[Sequence[int], Sequence[float], Sequence[float]]]) -> Figure:
+    """Series name -> (tokens of context, gain in nats a token, half-width of its interval): lines with error bars on a logarithmic context axis."""
+    figure, axes = _axes()
+    for (name, (contexts, gains, half_widths)), color in zip(series.items(), PALETTE):
+        axes.errorbar(contexts, gains, yerr=np.nan_to_num(half_widths), color=color, marker="o", markersize=4, capsize=3, label=name)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="tokens of context before the scored ones", ylabel="gain (nats per token)", xscale="log")
+    axes.legend()
     return figure
 
 

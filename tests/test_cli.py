@@ -92,3 +92,13 @@ def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
     for row in portable:
         assert row["forward"]["median_ms"] > 0 and row["forward_backward"]["min_ms"] > 0
         assert 0 < row["rms"]["o"] < 1e-6 and 0 < row["rms"]["worst_gradient"] < 2e-6
+
+
+@pytest.mark.slow
+def test_bench_moe_times_the_layer_and_its_parts(capsys, tmp_path):
+    out = tmp_path / "moe.json"
+    assert main(["bench", "moe", "--layers", "cpu", "--repeats", "1", "--rival", "jax.lax:ragged_dot", "--out", str(out)]) == 0
+    row, = json.loads(out.read_text())["rows"]
+    assert all(row[name] > 0 for name in ("layer_ms", "grouped_ms", "dense_ms", "router_ms", "rival_layer_ms")) and row["rms"] < 1e-6
+    assert main(["bench", "moe", "--layers", "cpu", "--rival", "ragged_dot"]) == 2
+    assert "wanted MODULE:FUNCTION" in capsys.readouterr().err

@@ -1,9 +1,11 @@
 """Commands on a trained run: figures, text as it comes, a comparison, and what is refused."""
+import dataclasses
 import json
 import shutil
 
 import pytest
 
+from longmoe import presets
 from longmoe.cli import main
 from longmoe.commands import print_stream
 from longmoe.data.corpus import build_corpus
@@ -27,6 +29,39 @@ def test_eval_prints_and_writes_figures(run, capsys):
     figures = json.loads((run / "eval.json").read_text())
     assert figures["bits_per_byte"] > 0 and figures["unigram bits per byte"] > 0 and figures["tokens"] <= 2 * 8 * 40
     assert "bits per byte" in capsys.readouterr().out
+
+
+def test_eval_runs_suites(run, capsys):
+    """At 64 tokens no prompt fits and a held-out document does; at 1,024 two prompts do and no document."""
+    assert main(["eval", str(run), "--suite", "code_hops,positions", "--lengths", "1024", "64", "--samples", "1"]) == 0
+    found, page, printed = json.loads((run / "suites.json").read_text()), (run / "suites.html").read_text(), capsys.readouterr()
+    tasks, longer = ("code_hops_1", "code_hops_2"), "code_hops_4"
+    assert [(row["task"], row["length"]) for row in found["tasks"]] == [(task, 1024) for task in tasks]
+    assert {(row["task"], row["length"]) for row in found["unfit"]} == {*((task, 64) for task in (*tasks, longer)), (longer, 1024), ("positions", 1024)}
+    assert [(record["task"], record["tokens"] <= 992) for record in found["records"]] == [(task, True) for task in tasks]
+    assert [part["length"] for part in found["positions"]] == [64] and found["positions"][0]["gains"][0]["nll"] > 0
+    assert "Left out" in page and page.count("<img") == 2 + 2 and "left out" in printed.out and "eval: step" in printed.err
+
+
+@pytest.mark.parametrize("flags,message", [
+    (["--suite", "needle,rular"], "suite: got 'rular', wanted names among needle, ruler, graph_walks"), (["--suite", "rular"], "did you mean ruler?"),
+    (["--suite", "needle", "--batches", "2"], "wanted samples and lengths"), (["--suite", "stack", "--samples", "0"], "samples: got 0"),
+    (["--suite", "needle", "--essay", "nowhere.txt"], "nowhere.txt")])
+def test_eval_refuses_what_it_cannot_do(run, capsys, flags, message):
+    assert main(["eval", str(run), *flags]) in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite,vocab_size,message", [
+    ("stack,vt", 4096, "suite: got 'vt', wanted names among"),
+    ("stack,ruler,positions", 4096, "suite: got ruler, positions for a_run, which was trained on associative_recall and has no tokenizer"),
+    ("palindrome,stack", 100, "suite: got stack, whose tokens need a vocabulary of 130, wanted tasks for the model's 100")])
+def test_suites_that_a_run_cannot_have(monkeypatch, capsys, suite, vocab_size, message):
+    cfg = presets.nano()
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=vocab_size), data=dataclasses.replace(cfg.data, task="associative_recall"))
+    monkeypatch.setattr("longmoe.eval_commands.load_checkpoint", lambda run, step: (cfg, {}))
+    assert main(["eval", "a_run", "--suite", suite]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_generate_repeats_itself_with_its_seed(run, capsys):

@@ -45,9 +45,12 @@ def apply_experts(config: ModelConfig, rows: Float[Array, "N Z"], expert_ids: In
     """Sum over a token's experts of combine_weight * expert(row), float32. Ids equal to E contribute nothing."""
     experts, _, _, hidden_dim = gate_up.shape
     slots = expert_ids.reshape(-1)
-    order = jnp.argsort(slots, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    group_sizes = jnp.zeros(experts + 1, jnp.int32).at[slots].add(1)[:experts]
+    positions = jnp.arange(slots.size, dtype=jnp.int32)
+    sorted_slots, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
+    inverse = jnp.zeros_like(order).at[order].set(positions, unique_indices=True)
+    # Counted from the sorted ids: no additions that meet in one place.
+    ends = jnp.searchsorted(sorted_slots, jnp.arange(experts), side="right").astype(jnp.int32)
+    group_sizes = jnp.diff(ends, prepend=0)
     sorted_rows = permute(rows, order, inverse)
     hidden = pallas_kernels.grouped_matmul(sorted_rows, gate_up.reshape(experts, -1, 2 * hidden_dim).astype(rows.dtype), group_sizes,
                                            implementation=config.implementation)

@@ -123,9 +123,12 @@ class ProgressDisplay:
             print(f"{self._name}: {text}", file=sys.stderr, flush=True)
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """After each step."""
+        """After each step of training."""
+        self.advance(step, f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s")
+
+    def advance(self, step: int, state: str) -> None:
+        """After a step, `state` in words beside the bar."""
         self._step = step
-        state = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, state=state)
         now = time.monotonic()
         if not self._live and (now - self._said >= self.PLAIN_SECONDS or step == self._total):

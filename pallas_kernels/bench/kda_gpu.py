@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.bench import command, commit
-from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_tiles, specs
+from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_prepare, mosaic_gpu_tiles, specs
 from pallas_kernels.kda.api import kda, kda_step
 from pallas_kernels.testing import median_ms, outputs_and_gradients, rms_ratio
 
@@ -118,7 +118,7 @@ def timed_parts(x, do, implementation, train):
         yield "train_ms", jax.jit(lambda x, do: jax.vjp(lambda x: call(implementation, **WHOLE)(**x)[0], x)[1](do)), (x, do)
     if implementation == "mosaic_gpu":
         inputs, initial, config = kernel_inputs(x)
-        prepare = jax.jit(partial(mosaic_gpu_forward.prepare, config))
+        prepare = jax.jit(partial(mosaic_gpu_prepare.prepare, config))
         yield "prepare_ms", prepare, (inputs,)
         prepared = prepare(inputs)
         recur = lambda save: jax.jit(lambda p, v, b, s: mosaic_gpu_forward.recur(config, p, v, b, s, save))

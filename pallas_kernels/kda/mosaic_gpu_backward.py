@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.mosaic_gpu_forward import Prepared, prepare, serial, stage_decay
+from pallas_kernels.kda.mosaic_gpu_forward import serial, stage_decay
+from pallas_kernels.kda.mosaic_gpu_prepare import Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BALANCE,
     BF16,
@@ -48,6 +49,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     down,
     input_names,
     iota,
+    join,
     kept,
     left_factor,
     masks,
@@ -200,10 +202,10 @@ def _score_gradients(r: dict, wg: Array, groups: int) -> None:
         diagonal = jnp.sum(jnp.where(iota(0) == iota(1), scores, 0.0), axis=1)
         r["rows"].at[i if groups == 2 else 0, 3 + (groups == 1) * i][...] = diagonal
         results.append(jnp.where(shown, scores, 0.0).astype(BF16))
-    _join(r, groups)
+    join(r, groups)
     for i, scores in zip(mine, results):
         r["left"].at[i, 0][...] = scores
-    _join(r, groups)
+    join(r, groups)
 
 
 def _score_terms(r: dict, config: Config, m: Masks, c: Any, table: Any, wg: Array, scales: tuple, sums: tuple[Array, Array, Array]) -> tuple[Array, ...]:
@@ -271,7 +273,7 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
     scales = tuple(row_scale(r[name], config.normalize, groups) for name in ("q", "k"))
     values = _value_gradients(r, m, index, wg, groups, value_slabs)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _join(r, groups)
+    join(r, groups)
     c, table = columns(r["c"].at[wg], 0), r["sums"].at[wg]
     tile = lambda i: r["tiles"].at[wg, i]
     c[...] = running_sums(config, r, wg, m.valid, tile(0), tile(1), tile(2))
@@ -309,7 +311,7 @@ def _through_norms(r: dict, config: Config, m: Masks, wg: Array, scales: tuple, 
     if config.normalize:
         for i, (name, dx) in enumerate((("q", dq), ("k", dk))):
             r["rows"].at[wg, 1 + i][...] = jnp.sum(dx * scaled(r[name], wg, scales[i], m.valid), axis=1)
-    _join(r, groups)
+    join(r, groups)
     if not config.normalize:
         return dq, dk
     result = []
@@ -317,12 +319,6 @@ def _through_norms(r: dict, config: Config, m: Masks, wg: Array, scales: tuple, 
         dot = sum(plgpu.load(r["rows"].at[j, 1 + i], layout=ROWS, optimized=False) for j in range(groups))
         result.append(down(scales[i]) * (dx - scaled(r[name], wg, scales[i], m.valid) * down(dot)))
     return tuple(result)
-
-
-def _join(r: dict, groups: int) -> None:
-    if groups > 1:
-        plgpu.barrier_arrive(r["join"])
-        plgpu.barrier_wait(r["join"])
 
 
 def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:

@@ -81,9 +81,10 @@ def columns(ref: Any, s: int) -> Any:
 
 
 def split(x: Array) -> tuple[Array, Array]:
-    """x as a sum of two bfloat16 arrays, to 17 bits."""
-    high = x.astype(BF16)
-    return high, (x - high.astype(F32)).astype(BF16)
+    """x as a sum of two bfloat16 arrays, to 16 bits. The first is cut off, not rounded: that is one instruction, a rounding to bfloat16 and back are many."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    high = lax.bitcast_convert_type(bits & jnp.int32(-65536), F32)
+    return high.astype(BF16), (x - high).astype(BF16)
 
 
 def column_sums(pairs: tuple[tuple[Any, Any], ...], ends: Any) -> list[Array]:
@@ -241,6 +242,13 @@ def visible(refs: dict, ordered: Array) -> Array:
         return ordered
     runs = [plgpu.load(refs["runs"], layout=layout, optimized=False) for layout in (ROWS, COLUMNS)]
     return ordered & (down(runs[0]) == across(runs[1]))
+
+
+def join(refs: dict, groups: int) -> None:
+    """Waits for the other warpgroups that work on the same chunk."""
+    if groups > 1:
+        plgpu.barrier_arrive(refs["join"])
+        plgpu.barrier_wait(refs["join"])
 
 
 def kept(keep: Array | None, x: Array) -> Array:

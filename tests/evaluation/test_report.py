@@ -15,6 +15,8 @@ FIGURES = {
     "load": lambda: plotting.expert_load([1], np.ones((1, 2, 4))),
     "depth": lambda: plotting.depth_weights({"layer_00/attn": np.array([1.0]), "output": np.array([0.25, 0.75])}),
     "position": lambda: plotting.loss_by_position((0, 8, 32), {"a": [2.0, 1.0], "b": [float("nan"), 1.0]}),
+    "heat": lambda: plotting.heat_map(np.array([[1.0, np.nan], [0.5, 0.0]]), ["a", "b"], [1, 2], xlabel="length", ylabel="task", label="score"),
+    "gain": lambda: plotting.context_gain({"a": ([1024, 4096], [0.0, 0.1], [float("nan"), 0.05])}),
     "recall": lambda: plotting.recall_accuracy([1, 2], [3.0, 1.0], 0.97, 1 / 16),
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 import longmoe
 from longmoe.data.token_folder import Split
+from longmoe.evaluation import models
 from longmoe.evaluation.recall import recall_score
 from longmoe.evaluation.text import Losses, document_starts, evaluate_batches, loss_by_position, make_loss_function, mean_depth_weights, silence
 
@@ -30,6 +31,19 @@ def logits(tiny, batch):
     cfg, variables = tiny
     run = jax.jit(lambda v, tokens, segments: longmoe.LongMoE(cfg).apply(v, tokens, segments).logits)
     return np.asarray(run(variables, batch["tokens"], batch["segment_ids"]), np.float64)
+
+
+def test_scores_of_whole_rows_are_those_of_the_logits(tiny, batch, logits, monkeypatch):
+    """In chunks of 7 positions of 16, which do not come out even. Each row's first document begins the row, so that its logits are the same."""
+    monkeypatch.setattr(models, "SCORED_AT_ONCE", 7)
+    score = models.make_score(*tiny)
+    found = score(batch["tokens"], batch["targets"])
+    nll = np.log(np.exp(logits).sum(axis=-1)) - np.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
+    first = batch["segment_ids"] == 1
+    assert found.nll.shape == found.best.shape == (2, 16) and found.nll[first] == pytest.approx(nll[first], abs=1e-4)
+    assert np.array_equal(found.best[first], np.argmax(logits, axis=-1)[first])
+    with pytest.raises(ValueError, match="tokens: got id 64, wanted ids below the model's vocab_size 64"):
+        score(batch["tokens"], np.full((2, 16), 64))
 
 
 def losses(nll, segments=None, weights=None) -> Losses:
