@@ -1,4 +1,6 @@
 """Attention on latents in chunks against attention with all keys at once."""
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,7 @@ def whole(q, latent, kv_b, runs=None):
     return causal_attention(q, keys, values, 0.3, runs, HIGH, return_max_logits=True)
 
 
-@pytest.mark.parametrize("chunks", [(29, 29), (8, 5), (7, 16)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("chunks, packed", [((29, 29), True), ((8, 5), True), ((7, 16), False)])
 def test_any_chunks_give_attention(chunks, packed):
     x, runs = inputs(), {"runs": np.asarray(document_runs(DOCUMENTS))} if packed else {}
 
@@ -42,8 +43,9 @@ def test_any_chunks_give_attention(chunks, packed):
 
 def test_later_queries_of_the_same_latents():
     x, runs = inputs(), np.asarray(document_runs(DOCUMENTS))
-    want, _ = whole(**x, runs=runs)
-    got, largest = latent_attention(x["q"][:, 11:], x["latent"], x["kv_b"], runs[:, 11:], runs, 11, scale=0.3, precision=HIGH, query_chunk=4, key_chunk=6)
+    want, _ = jax.jit(whole)(**x, runs=runs)
+    later = jax.jit(functools.partial(latent_attention, scale=0.3, precision=HIGH, query_chunk=4, key_chunk=6))
+    got, largest = later(x["q"][:, 11:], x["latent"], x["kv_b"], runs[:, 11:], runs, 11)
     np.testing.assert_allclose(got, want[:, 11:], atol=1e-5)
     assert largest is None
 
@@ -63,5 +65,5 @@ def test_chunks_that_cannot_meet_are_passed_over():
     """NaN in the latents of another document is never read where whole chunks keep it apart."""
     x, runs = inputs(32), np.repeat(np.array([[1, 2]], np.int32), 16, axis=1).repeat(2, 0)
     x["latent"][:, :16] = np.nan
-    o, _ = latent_attention(**x, runs=runs, key_runs=runs, start=0, scale=0.3, query_chunk=8, key_chunk=8)
+    o, _ = jax.jit(functools.partial(latent_attention, scale=0.3, query_chunk=8, key_chunk=8))(**x, runs=runs, key_runs=runs, start=0)
     assert np.isfinite(o[:, 16:]).all()
