@@ -8,7 +8,8 @@ Ranks of that axis hold contiguous stretches of every row, in order; documents m
 
 Derivatives are JAX's own: that of a gather is a reduce-scatter.
 """
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,29 +34,37 @@ latents) -> (o [B, T, H, Dv], largest logits [H] without gradient, or None)."""
 
 
 def sharded_kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], g: Float[Array, "B T H Dk"],
-             beta: Float[Array, "B T H"], *, a_log: Float[Array, "H"] | None, dt_bias: Float[Array, "H Dk"] | None,
-             runs: Int[Array, "B T"] | None, **keywords: Any) -> Float[Array, "B T H Dv"]:
+                beta: Float[Array, "B T H"], *, a_log: Float[Array, "H"] | None, dt_bias: Float[Array, "H Dk"] | None,
+                runs: Int[Array, "B T"] | None, **keywords: Any) -> Float[Array, "B T H Dv"]:
     """Outputs of `pallas_kernels.kda` from a zero state, for its keywords; on a mesh of several devices each runs it on its own shard.
 
     runs: `pallas_kernels.document_runs` of whole rows, not segment ids: a number that comes back after padding would continue a document.
 
     Raises ValueError where the mesh does not share out rows, tokens or heads evenly.
     """
-    def on_shard(q: Array, k: Array, v: Array, g: Array, beta: Array, a_log: Array | None, dt_bias: Array | None, runs: Array | None) -> Array:
-        common = dict(a_log=a_log, dt_bias=dt_bias, segment_ids=runs, **keywords)
-        state = None
-        if axis_size("context") > 1:
-            state = entering_state(*pallas_kernels.kda_segment(k, v, g, beta, **common), runs)
-        return pallas_kernels.kda(q, k, v, g, beta, initial_state=state, **common)[0]
-
     arguments = (q, k, v, g, beta, a_log, dt_bias, runs)
     if not is_distributed():
-        return on_shard(*arguments)
+        return _kda_on_shard(keywords, *arguments)
     _check_tokens(q)
     check_divides("kda.num_heads", q.shape[2], "tensor")
-    # Without varying-axes checks, here and below: operators with derivative rules of their own return gradients of shared parameters that vary over
-    # the token axes, and they are summed where the parameters enter.
-    return jax.shard_map(on_shard, in_specs=(HEADS,) * 5 + (PartitionSpec("tensor"),) * 2 + (ROWS,), out_specs=HEADS, check_vma=False)(*arguments)
+    return _kda_on_mesh(tuple(keywords.items()), *arguments)
+
+
+# Jitted, here and below, so that a model's many layers trace and lower it once. Without varying-axes checks: operators with derivative rules of their own
+# return gradients of shared parameters that vary over the token axes, and they are summed where the parameters enter.
+@functools.partial(jax.jit, static_argnums=0)
+def _kda_on_mesh(keywords: tuple[tuple[str, Any], ...], *arguments: Array | None) -> Array:
+    specs = (HEADS,) * 5 + (PartitionSpec("tensor"),) * 2 + (ROWS,)
+    on_shard = functools.partial(_kda_on_shard, dict(keywords))
+    return jax.shard_map(on_shard, in_specs=specs, out_specs=HEADS, check_vma=False)(*arguments)
+
+
+def _kda_on_shard(keywords: Mapping[str, Any], q: Array, k: Array, v: Array, g: Array, beta: Array, a_log: Array | None, dt_bias: Array | None,
+                  runs: Array | None) -> Array:
+    common, state = dict(a_log=a_log, dt_bias=dt_bias, segment_ids=runs, **keywords), None
+    if axis_size("context") > 1:
+        state = entering_state(*pallas_kernels.kda_segment(k, v, g, beta, **common), runs)
+    return pallas_kernels.kda(q, k, v, g, beta, initial_state=state, **common)[0]
 
 
 def entering_state(transition: Float[Array, "B H Dk Dk"], state: Float[Array, "B H Dk Dv"], runs: Int[Array, "B T"] | None) -> Float[Array, "B H Dk Dv"]:
@@ -96,27 +105,32 @@ def _continues(first: Int[Array, "ranks B"], last: Int[Array, "ranks B"]) -> Arr
 
 
 def sharded_convolutions(convolution: Convolution, inputs: Sequence[Float[Array, "B T C"]], taps: Sequence[Float[Array, "W C"]],
-                      runs: Int[Array, "B T"] | None) -> list[Float[Array, "B T C"]]:
+                         runs: Int[Array, "B T"] | None) -> list[Float[Array, "B T C"]]:
     """`convolution` of each input with its taps, all of one width; on a mesh each device convolves its own shard behind the tokens before it.
 
     Raises ValueError where the mesh does not share out rows, tokens or channels evenly.
     """
-    halo = taps[0].shape[0] - 1
-
-    def on_shard(inputs: Sequence[Array], taps: Sequence[Array], runs: Array | None) -> list[Array]:
-        histories, history_runs = [None] * len(inputs), None
-        if axis_size("context") > 1 and halo > 0:
-            ends = jnp.concatenate([x[:, -halo:] for x in inputs], axis=-1)
-            histories = jnp.split(previous_tokens(ends, halo), len(inputs), axis=-1)
-            history_runs = None if runs is None else previous_tokens(runs, halo)
-        return [convolution(x, weights, runs, history, history_runs) for x, weights, history in zip(inputs, taps, histories)]
-
     if not is_distributed():
-        return on_shard(inputs, taps, runs)
+        return _convolve_on_shard(convolution, inputs, taps, runs)
     _check_tokens(inputs[0])
     check_divides("channels of the convolution", inputs[0].shape[2], "tensor")
+    return _convolve_on_mesh(convolution, list(inputs), list(taps), runs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _convolve_on_mesh(convolution: Convolution, inputs: list[Array], taps: list[Array], runs: Array | None) -> list[Array]:
     specs = ([HEADS] * len(inputs), [PartitionSpec(None, "tensor")] * len(taps), ROWS)
-    return jax.shard_map(on_shard, in_specs=specs, out_specs=[HEADS] * len(inputs), check_vma=False)(list(inputs), list(taps), runs)
+    on_shard = functools.partial(_convolve_on_shard, convolution)
+    return jax.shard_map(on_shard, in_specs=specs, out_specs=[HEADS] * len(inputs), check_vma=False)(inputs, taps, runs)
+
+
+def _convolve_on_shard(convolution: Convolution, inputs: Sequence[Array], taps: Sequence[Array], runs: Array | None) -> list[Array]:
+    histories, history_runs, halo = [None] * len(inputs), None, taps[0].shape[0] - 1
+    if axis_size("context") > 1 and halo > 0:
+        ends = jnp.concatenate([x[:, -halo:] for x in inputs], axis=-1)
+        histories = jnp.split(previous_tokens(ends, halo), len(inputs), axis=-1)
+        history_runs = None if runs is None else previous_tokens(runs, halo)
+    return [convolution(x, weights, runs, history, history_runs) for x, weights, history in zip(inputs, taps, histories)]
 
 
 def previous_tokens(x: Array, count: int) -> Array:
@@ -132,7 +146,7 @@ def previous_tokens(x: Array, count: int) -> Array:
 
 
 def sharded_attention(attention: Attention, q: Float[Array, "B T H D"], latent: Float[Array, "B T R"], kv_b: Float[Array, "Z H N"],
-                   runs: Int[Array, "B T"] | None) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
+                      runs: Int[Array, "B T"] | None) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
     """`attention` of each device's own queries to the latents of whole rows, gathered over `context`; the largest logits are of all devices.
 
     Raises ValueError where the mesh does not share out rows, tokens or heads evenly.
