@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from longmoe.parallel.mesh import BATCH_AXES, HIDDEN, check_tokens, is_distributed
+from longmoe.parallel.mesh import BATCH_AXES, HIDDEN, axis_size, check_tokens, is_distributed
 from longmoe.parallel.rules import OUT, SHARDED
 from longmoe.shapes import Array, Float, Hidden, Tokens
 
@@ -15,7 +15,8 @@ def lookup(table: Float[Array, "V D"], tokens: Tokens) -> Hidden:
     Raises ValueError where the mesh does not share out rows or tokens evenly.
     """
     def on_shard(table: Array, tokens: Array) -> Array:
-        rows = jax.lax.all_gather(table, SHARDED, axis=1, tiled=True)
+        split = any(axis_size(axis) > 1 for axis in SHARDED)
+        rows = jax.lax.all_gather(table, SHARDED, axis=1, tiled=True) if split else table
         own = tokens - jax.lax.axis_index("tensor") * rows.shape[0]
         here = (own >= 0) & (own < rows.shape[0])
         found = jnp.take(rows, jnp.where(here, own, 0), axis=0)
