@@ -7,6 +7,7 @@ import pallas_kernels
 from longmoe.configs import ModelConfig
 from longmoe.model.cache import KDACache
 from longmoe.model.layers import causal_conv, conv_history, float_dtype, linear, rms_normalize
+from longmoe.parallel.context import sharded_convolutions, sharded_kda
 from longmoe.shapes import Array, Hidden, Int
 
 
@@ -63,11 +64,13 @@ class KDA(nn.Module):
         keywords = dict(gate=kda.gate, a_log=a_log, dt_bias=dt_bias, lower_bound=kda.lower_bound if kda.gate == "bounded" else None,
                         beta_logits=True, qk_l2norm=True, implementation=config.implementation)
         q, k, v, g = (y.reshape(heads) for y in (q, k, v, g))
-        if cache is not None and tokens == 1 and runs is None:
+        if cache is None:
+            o = sharded_kda(q, k, v, g, beta, runs=runs, **keywords)
+        elif tokens == 1 and runs is None:
             o, state = pallas_kernels.kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **keywords)
             o = o[:, None]
         else:
-            o, state = pallas_kernels.kda(q, k, v, g, beta, initial_state=None if cache is None else cache.state, segment_ids=runs, **keywords)
+            o, state = pallas_kernels.kda(q, k, v, g, beta, initial_state=cache.state, segment_ids=runs, **keywords)
         y = self._gated_norm(o, x).reshape(batch, tokens, -1)
         y = linear(config, width, "o_proj", self._mimetic("v_proj", transpose=True))(y)
         return y, None if cache is None else KDACache(conv=conv, state=state.astype(cache.state.dtype))
@@ -76,16 +79,17 @@ class KDA(nn.Module):
         """q, k, v after convolution and SiLU, and the convolutions' history after x."""
         config, kda = self.config, self.config.kda
         features = kda.num_heads * kda.head_dim
-        histories = (None,) * 3 if cache is None else jnp.split(cache.conv, 3, axis=-1)
-        outputs, after = [], []
-        for name, history in zip("qkv", histories):
-            y = linear(config, features, f"{name}_proj", self._mimetic("q_proj") if name == "k" else None)(x)
+        inputs, taps = [], []
+        for name in "qkv":
+            inputs.append(linear(config, features, f"{name}_proj", self._mimetic("q_proj") if name == "k" else None)(x))
             init = init_mimetic_conv(name) if config.init == "mimetic" else init_conv
-            taps = self.param(f"{name}_conv", init, (kda.conv_width, features), jnp.dtype(config.param_dtype))
-            outputs.append(jax.nn.silu(causal_conv(y, taps, runs, history)))
-            if cache is not None:
-                after.append(conv_history(y, kda.conv_width, runs, history))
-        return *outputs, jnp.concatenate(after, axis=-1) if after else None
+            taps.append(self.param(f"{name}_conv", init, (kda.conv_width, features), jnp.dtype(config.param_dtype)))
+        if cache is None:
+            return *map(jax.nn.silu, sharded_convolutions(causal_conv, inputs, taps, runs)), None
+        histories = jnp.split(cache.conv, 3, axis=-1)
+        outputs = [jax.nn.silu(causal_conv(y, weights, runs, history)) for y, weights, history in zip(inputs, taps, histories)]
+        after = [conv_history(y, kda.conv_width, runs, history) for y, history in zip(inputs, histories)]
+        return *outputs, jnp.concatenate(after, axis=-1)
 
     def _mimetic(self, name: str, transpose: bool = False) -> Array | None:
         """While mimetic parameters are made, the kernel of an earlier linear layer to start from; otherwise None."""

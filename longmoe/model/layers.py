@@ -104,14 +104,14 @@ class FeedForward(nn.Module):
 
 
 def causal_conv(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"] | None = None,
-                history: Float[Array, "B W-1 C"] | None = None) -> Float[Array, "B T C"]:
+                history: Float[Array, "B W-1 C"] | None = None, history_runs: Int[Array, "B W-1"] | None = None) -> Float[Array, "B T C"]:
     """Causal depthwise convolution; the last tap multiplies the current token.
 
     runs: document of each token (`pallas_kernels.document_runs`), 0 = padding; a token sees its own document only and padding gives 0.
-    history: the document's inputs before x, for the first document of each row; None = zeros.
+    history: the inputs before x; None = zeros. history_runs: their documents in the numbering of runs; None = the first one of each row.
     """
     width, length = taps.shape[0], x.shape[1]
-    padded, padded_runs = _with_history(x, width, runs, history)
+    padded, padded_runs = _with_history(x, width, runs, history, history_runs)
     out = jnp.zeros_like(x)
     for tap in range(width):
         term = padded[:, tap:tap + length] * taps[tap].astype(x.dtype)
@@ -135,12 +135,14 @@ def conv_history(x: Float[Array, "B T C"], width: int, runs: Int[Array, "B T"] |
     return jnp.where((jnp.take_along_axis(padded_runs, index, axis=1) == run_at_end)[..., None], kept, 0)
 
 
-def _with_history(x: Array, width: int, runs: Array | None, history: Array | None) -> tuple[Array, Array | None]:
-    """x and runs with the width - 1 inputs before them; history counts as the first document (run 1), its absence as none (-1)."""
+def _with_history(x: Array, width: int, runs: Array | None, history: Array | None,
+                  history_runs: Array | None = None) -> tuple[Array, Array | None]:
+    """x and runs with the width - 1 inputs before them; history counts as history_runs or else as the first document (run 1), its absence as none (-1)."""
     batch, _, channels = x.shape
     before = jnp.zeros((batch, width - 1, channels), x.dtype) if history is None else history.astype(x.dtype)
     padded = jnp.concatenate([before, x], axis=1)
     if runs is None:
         return padded, None
-    before_runs = jnp.full((batch, width - 1), -1 if history is None else 1, runs.dtype)
-    return padded, jnp.concatenate([before_runs, runs], axis=1)
+    if history_runs is None:
+        history_runs = jnp.full((batch, width - 1), -1 if history is None else 1, runs.dtype)
+    return padded, jnp.concatenate([history_runs, runs], axis=1)

@@ -1,11 +1,16 @@
 """Gated multi-head latent attention without positional encoding (Kimi K3 report)."""
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig
 from longmoe.model.cache import MLACache, append_latents
+from longmoe.model.latent_attention import expand, latent_attention
 from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
+from longmoe.parallel.context import sharded_attention
+from longmoe.parallel.mesh import axis_size
 from longmoe.shapes import Array, Float, Hidden, Int
 
 QUERY_CHUNK = 1024
@@ -83,20 +88,17 @@ class MLA(nn.Module):
         q = self._queries(x)
         latent = linear(config, mla.kv_lora_rank + mla.rope_dim, "kv_a_proj")(x)
         compressed = RMSNorm(config, config.latent_norm_eps, name="kv_a_norm")(latent[..., :mla.kv_lora_rank])
-        shared = latent[..., mla.kv_lora_rank:]
+        latent = jnp.concatenate([compressed, latent[..., mla.kv_lora_rank:]], axis=-1)
         kv_b = self.param("kv_b_proj", nn.initializers.normal(config.init_std),
                           (mla.kv_lora_rank, mla.num_heads, mla.nope_dim + mla.v_dim), jnp.dtype(config.param_dtype)).astype(x.dtype)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5
         if cache is None:
-            kv = jnp.einsum("btr,rhd->bthd", compressed, kv_b, precision=precision(config))
-            keys = jnp.concatenate([kv[..., :mla.nope_dim],
-                                    jnp.broadcast_to(shared[:, :, None], (batch, tokens, mla.num_heads, mla.rope_dim))], axis=-1)
-            o, largest = causal_attention(q, keys, kv[..., mla.nope_dim:], scale, runs, precision(config), return_max_logits=self.return_max_logits)
+            o, largest = self._over_latents(q, latent, kv_b, runs, scale)
         else:
             largest = None
             valid = None if runs is None else runs > 0
             start = cache.length
-            cache = append_latents(cache, jnp.concatenate([compressed, shared], axis=-1), valid)
+            cache = append_latents(cache, latent, valid)
             o = self._absorbed(q, kv_b, cache, start, valid, scale)
         if mla.use_output_gate:
             gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
@@ -109,6 +111,15 @@ class MLA(nn.Module):
             x = RMSNorm(config, config.latent_norm_eps, name="q_a_norm")(linear(config, mla.q_lora_rank, "q_a_proj")(x))
         q = linear(config, mla.num_heads * (mla.nope_dim + mla.rope_dim), "q_b_proj")(x)
         return q.reshape(*x.shape[:2], mla.num_heads, -1)
+
+    def _over_latents(self, q: Array, latent: Array, kv_b: Array, runs: Array | None, scale: float) -> tuple[Array, Array | None]:
+        """Attention of a pass without cache. Where devices share out the sequence, no device ever holds the keys and values of a whole row."""
+        high, asked = precision(self.config), self.return_max_logits
+        if axis_size("context") > 1:
+            attention = functools.partial(latent_attention, scale=scale, precision=high, return_max_logits=asked)
+            return sharded_attention(attention, q, latent, kv_b, runs)
+        keys, values = expand(latent, kv_b, q.shape[-1], high)
+        return causal_attention(q, keys, values, scale, runs, high, return_max_logits=asked)
 
     def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array | None, scale: float) -> Array:
         """Attention on the latents themselves: keys' and values' expansions are folded into the query and the output."""

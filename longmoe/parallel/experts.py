@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from longmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, axis_size, is_distributed
+from longmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, axis_size, check_divides, is_distributed
 from longmoe.shapes import Array, Float, Int
 
 TOKENS = PartitionSpec(BATCH_AXES, "context", None)
@@ -45,9 +45,9 @@ def over_experts(local: LocalExperts, rows: Float[Array, "B T Z"], expert_ids: I
 
     if not is_distributed():
         return flat(rows, expert_ids, combine_weights, gate_up, down)
-    _check_divides("num_experts", gate_up.shape[0], "expert", axis_size("expert"))
-    _check_divides("latent_dim", gate_up.shape[1], "fsdp", axis_size("fsdp"))
-    _check_divides("expert_dim", gate_up.shape[3], "tensor", axis_size("tensor"))
+    check_divides("num_experts", gate_up.shape[0], "expert")
+    check_divides("latent_dim", gate_up.shape[1], "fsdp")
+    check_divides("expert_dim", gate_up.shape[3], "tensor")
     # Without varying-axes checks: the grouped matmul's own derivative rule returns weight gradients that vary over the token axes, and they are summed
     # where the weights enter.
     return jax.shard_map(sharded, in_specs=(TOKENS, TOKENS, TOKENS, GATE_UP, DOWN), out_specs=TOKENS, check_vma=False)(
@@ -69,8 +69,3 @@ def over_tokens(local: Callable[..., tuple[Any, Any]], *per_token: Array, shared
     specs = (*(PartitionSpec(BATCH_AXES, "context") for _ in per_token), PartitionSpec())
     out = (PartitionSpec(BATCH_AXES, "context"), PartitionSpec())
     return jax.shard_map(sharded, in_specs=specs, out_specs=out, check_vma=False)(*per_token, shared)
-
-
-def _check_divides(name: str, size: int, axis: str, devices: int) -> None:
-    if size % devices:
-        raise ValueError(f"{name}: got {size}, wanted a multiple of {devices}, the devices along mesh axis {axis!r}")

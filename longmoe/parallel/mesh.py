@@ -51,6 +51,13 @@ def constrain(x: jax.Array, spec: PartitionSpec = HIDDEN) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def check_divides(name: str, size: int, axes: str | tuple[str, ...]) -> None:
+    """ValueError unless the devices along `axes` of the mesh in use can share out `size` evenly; `name` says what it is the size of."""
+    if size % (devices := _devices(axes)):
+        where = f"axis {axes!r}" if isinstance(axes, str) else f"axes {', '.join(axes)}"
+        raise ValueError(f"{name}: got {size}, wanted a multiple of {devices}, the devices along mesh {where}")
+
+
 def _devices(axes: str | tuple[str, ...] | None) -> int:
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(axis_size(name) for name in names)

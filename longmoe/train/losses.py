@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from longmoe.configs import ModelConfig
 from longmoe.model.layers import float_dtype, precision
 from longmoe.model.lm import project
+from longmoe.parallel.context import ranks_as_rows
 from longmoe.shapes import Array, Float, Int
 
 Sums = tuple[Array, Array]
@@ -19,6 +20,8 @@ def chunked_cross_entropy(config: ModelConfig, hidden: Float[Array, "B T D"], he
     The objective is differentiable in hidden and head; nll is for logs and carries no gradient. Logits of about `chunk` tokens exist at a time: each chunk's
     gradient is taken while its logits are there, so that nothing is computed twice. A token of weight 0 reaches nothing, whatever its target.
     """
+    # Chunks of whole rows would move every token between the devices that share out a sequence.
+    hidden, targets, weights = (ranks_as_rows(x) for x in (hidden, targets, weights))
     batch, tokens, _ = hidden.shape
     step = min(tokens, max(1, chunk // batch))
     count = -(-tokens // step)
