@@ -14,7 +14,7 @@ from longmoe.model.block import Depth, LayerAux, SuperBlock, mean_weights, remat
 from longmoe.model.cache import init_layer_cache
 from longmoe.model.depth import Group, flat_plan, plan
 from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
-from longmoe.parallel.mesh import constrain
+from longmoe.parallel.vocabulary import lookup
 from longmoe.shapes import Array, Float, Hidden, SegmentIds, Tokens
 from pallas_kernels import document_runs
 
@@ -60,7 +60,7 @@ class LongMoE(nn.Module):
         asked = dict(return_depth_weights=return_depth_weights, return_max_logits=return_max_logits)
         runs = None if segment_ids is None else document_runs(segment_ids)
         table = self.param("embedding", nn.initializers.normal(config.init_std), (config.vocab_size, config.width), jnp.dtype(config.param_dtype))
-        embedded = constrain(jnp.take(table, tokens, axis=0).astype(config.dtype))
+        embedded = lookup(table, tokens).astype(config.dtype)
         depth = Depth(bank=(embedded,) if config.residual.kind == "full" else (), partial=None if config.residual.kind == "full" else embedded)
         auxiliaries = {}
         for block in plan(config):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import pallas_kernels
-from longmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, axis_size, check_divides, constrain, is_distributed
+from longmoe.parallel.mesh import BATCH_AXES, TOKEN_AXES, axis_size, check_divides, check_tokens, constrain, is_distributed
 from longmoe.shapes import Array, Float, Int
 
 ROWS = PartitionSpec(BATCH_AXES, "context")
@@ -45,7 +45,7 @@ def sharded_kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Flo
     arguments = (q, k, v, g, beta, a_log, dt_bias, runs)
     if not is_distributed():
         return _kda_on_shard(keywords, *arguments)
-    _check_tokens(q)
+    check_tokens(q)
     check_divides("kda.num_heads", q.shape[2], "tensor")
     return _kda_on_mesh(tuple(keywords.items()), *arguments)
 
@@ -112,7 +112,7 @@ def sharded_convolutions(convolution: Convolution, inputs: Sequence[Float[Array,
     """
     if not is_distributed():
         return _convolve_on_shard(convolution, inputs, taps, runs)
-    _check_tokens(inputs[0])
+    check_tokens(inputs[0])
     check_divides("channels of the convolution", inputs[0].shape[2], "tensor")
     return _convolve_on_mesh(convolution, list(inputs), list(taps), runs)
 
@@ -157,7 +157,7 @@ def sharded_attention(attention: Attention, q: Float[Array, "B T H D"], latent: 
         o, largest = attention(q, whole_rows(latent), kv_b, runs, None if runs is None else whole_rows(runs), start)
         return o, None if largest is None else jax.lax.pmax(largest, TOKEN_AXES)
 
-    _check_tokens(q)
+    check_tokens(q)
     check_divides("mla.num_heads", q.shape[2], "tensor")
     specs = (HEADS, ROWS, PartitionSpec(None, "tensor"), ROWS)
     return jax.shard_map(on_shard, in_specs=specs, out_specs=(HEADS, PartitionSpec("tensor")), check_vma=False)(q, latent, kv_b, runs)
@@ -174,8 +174,3 @@ def ranks_as_rows(x: Array) -> Array:
     check_divides("tokens of a row", x.shape[1], "context")
     apart = jnp.moveaxis(x.reshape(x.shape[0], ranks, x.shape[1] // ranks, *x.shape[2:]), 1, 0)
     return constrain(apart.reshape(-1, *apart.shape[2:]), PartitionSpec(("context", *BATCH_AXES)))
-
-
-def _check_tokens(x: Array) -> None:
-    check_divides("rows of a batch", x.shape[0], BATCH_AXES)
-    check_divides("tokens of a row", x.shape[1], "context")

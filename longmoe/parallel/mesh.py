@@ -58,6 +58,12 @@ def check_divides(name: str, size: int, axes: str | tuple[str, ...]) -> None:
         raise ValueError(f"{name}: got {size}, wanted a multiple of {devices}, the devices along mesh {where}")
 
 
+def check_tokens(x: jax.Array) -> None:
+    """ValueError unless the mesh in use shares out the rows and tokens of `x` [B, T, ...] evenly."""
+    check_divides("rows of a batch", x.shape[0], BATCH_AXES)
+    check_divides("tokens of a row", x.shape[1], "context")
+
+
 def _devices(axes: str | tuple[str, ...] | None) -> int:
     names = (axes,) if isinstance(axes, str) else axes or ()
     return math.prod(axis_size(name) for name in names)
