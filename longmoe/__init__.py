@@ -22,7 +22,7 @@ _HOMES = {
     "TrainState": "longmoe.train.state", "init_train_state": "longmoe.train.state", "make_train_step": "longmoe.train.step",
     "fit": "longmoe.train.loop", "Stopped": "longmoe.train.signals", "load_checkpoint": "longmoe.train.checkpoints",
     "load_hf": "longmoe.interop.hf", "save_hf": "longmoe.interop.hf",
-    "generate": "longmoe.inference.engine", "estimate": "longmoe.planner",
+    "measure_gate": "longmoe.stage_gates", "generate": "longmoe.inference.engine", "estimate": "longmoe.planner",
 }
 _JAX = ((0, 11, 2), (0, 13))
 """The first release of JAX that works, and the first that nobody has tried."""

@@ -4,6 +4,7 @@
     longmoe data build data/mine --text path/to/files
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
+    longmoe train small --run-dir runs/long --stages stages.json
     longmoe eval runs/first
     longmoe eval runs/first --suite needle,ruler --lengths 1024 8192
     longmoe generate runs/first --prompt 'def main('
@@ -18,6 +19,7 @@ Every field of TrainConfig is a flag under its dotted path; `longmoe train nano 
 `longmoe data --help` says more of the data commands.
 """
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -28,11 +30,12 @@ from etils import epath
 
 from longmoe import commands as of_runs
 from longmoe import plan_commands as planning
-from longmoe.configs import ModelConfig, TrainConfig
+from longmoe.configs import ModelConfig, StageConfig, TrainConfig, from_json
 from longmoe.data import command as data_command
 from longmoe.interop.commands import export_hf, import_hf
 from longmoe.interop.folders import load_model
 from longmoe.presets import PRESETS
+from longmoe.stage_gates import measure_gate
 from longmoe.train.checkpoints import load_checkpoint
 from longmoe.train.loop import fit
 from longmoe.train.run_files import RunPaths
@@ -86,8 +89,22 @@ def _preset(command: str, arguments: list[str]) -> TrainConfig:
         raise ValueError(f"preset: got {name!r}, wanted one of {', '.join(PRESETS)}, as in `longmoe {command} nano`"
                          f"{planning.nearest(name, PRESETS)}")
     cfg = PRESETS[name]()
-    sources = data_command.take_sources(arguments, "--data.sources")
-    return cfg if sources is None else dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=sources))
+    file = data_command.take_file(arguments, "--data.sources", "sources")
+    return cfg if file is None else dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=data_command.read_sources(file)))
+
+
+def _with_stages(cfg: TrainConfig, file: str | None) -> TrainConfig:
+    """The config with the stages that a JSON file lists, which also say how many steps there are."""
+    if file is None:
+        return cfg
+    listed = json.dumps({"stages": data_command.read_list(file, "stages")})
+    stages = from_json(_Stages, listed).stages
+    return dataclasses.replace(cfg, stages=stages, steps=sum(stage.tokens // cfg.tokens_per_step for stage in stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stages:
+    stages: tuple[StageConfig, ...]
 
 
 def _fields(cfg: TrainConfig) -> dict[str, Any]:
@@ -95,12 +112,14 @@ def _fields(cfg: TrainConfig) -> dict[str, Any]:
 
 
 def _train(arguments: list[str]) -> None:
+    stages = data_command.take_file(arguments, "--stages", "stages")
     parsed = tyro.cli(Train, default=Train(**_fields(_preset("train", arguments))), args=arguments, prog="longmoe train PRESET")
+    cfg = _with_stages(TrainConfig(**_fields(parsed)), stages)
     if parsed.dry_run:
-        return planning.dry_run(TrainConfig(**_fields(parsed)))
+        return planning.dry_run(cfg)
     if not parsed.run_dir:
         raise ValueError("run_dir: got nothing, wanted a folder for the run, as in --run-dir runs/first")
-    fit(TrainConfig(**_fields(parsed)), parsed.run_dir, fresh=parsed.fresh, resume_from=parsed.resume_from)
+    fit(cfg, parsed.run_dir, fresh=parsed.fresh, resume_from=parsed.resume_from, measure=measure_gate)
 
 
 def _estimate(arguments: list[str]) -> None:

@@ -3,9 +3,11 @@
 Every field is a flag of the command line under its dotted path (`--model.kda.num-heads 8`).
 """
 from longmoe.configs.data import DataConfig, SourceConfig
+from longmoe.configs.mesh import MeshConfig
 from longmoe.configs.model import Dtype, KDAConfig, Mixer, MLAConfig, ModelConfig, MoEConfig, ResidualConfig
 from longmoe.configs.serialization import from_json, to_json
-from longmoe.configs.training import AlertConfig, CheckpointConfig, LogConfig, MeshConfig, OptimConfig, TrainConfig
+from longmoe.configs.stages import GateConfig, StageConfig
+from longmoe.configs.training import AlertConfig, CheckpointConfig, LogConfig, OptimConfig, TrainConfig
 
-__all__ = ["AlertConfig", "CheckpointConfig", "DataConfig", "Dtype", "KDAConfig", "LogConfig", "MLAConfig", "MeshConfig", "Mixer", "MoEConfig", "ModelConfig",
-           "OptimConfig", "ResidualConfig", "SourceConfig", "TrainConfig", "from_json", "to_json"]
+__all__ = ["AlertConfig", "CheckpointConfig", "DataConfig", "Dtype", "GateConfig", "KDAConfig", "LogConfig", "MLAConfig", "MeshConfig", "Mixer", "MoEConfig",
+           "ModelConfig", "OptimConfig", "ResidualConfig", "SourceConfig", "StageConfig", "TrainConfig", "from_json", "to_json"]

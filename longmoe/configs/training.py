@@ -1,30 +1,12 @@
-"""How a model is trained: mesh, optimizer, checkpoints, logs, and the whole of a run."""
+"""How a model is trained: optimizer, checkpoints, logs, and the whole of a run."""
 import dataclasses
 from typing import Literal
 
 from longmoe.configs.checks import check, positive
 from longmoe.configs.data import DataConfig
+from longmoe.configs.mesh import MeshConfig
 from longmoe.configs.model import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Devices along each axis; -1 (at most one axis) takes what the others leave."""
-    data: int = 1
-    """Replicates parameters, splits the batch."""
-    fsdp: int = -1
-    """Splits parameters and the batch."""
-    expert: int = 1
-    """Splits experts and the batch."""
-    tensor: int = 1
-    """Splits heads and hidden widths."""
-    context: int = 1
-    """Splits the sequence."""
-
-    def __post_init__(self) -> None:
-        sizes = dataclasses.asdict(self)
-        check(all(size == -1 or size > 0 for size in sizes.values()), f"MeshConfig: got {sizes}, wanted positive sizes, or -1 on one axis")
-        check(list(sizes.values()).count(-1) <= 1, f"MeshConfig: got {sizes}, wanted -1 on at most one axis")
+from longmoe.configs.stages import StageConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +125,9 @@ class TrainConfig:
     log: LogConfig = LogConfig()
     steps: int = 1000
     """Optimizer steps in all."""
+    stages: tuple[StageConfig, ...] = ()
+    """Stretches of the run whose rows, sources' weights or mesh differ (docs/stages.md), `steps` long together. On the command line `--stages FILE` reads a
+    JSON list of them and sets `steps`."""
     accumulation_steps: int = 1
     """Micro-batches that a step's batch is cut into."""
     log_every: int = 1
@@ -155,3 +140,28 @@ class TrainConfig:
         positive(self, "steps", "accumulation_steps", "log_every", "max_skipped_steps")
         check(self.data.batch_size % self.accumulation_steps == 0,
                f"TrainConfig.accumulation_steps: got {self.accumulation_steps}, wanted a divisor of data.batch_size={self.data.batch_size}")
+        for index, stage in enumerate(self.stages):
+            _check_stage(self, index, stage)
+        steps = self.steps_of_stages
+        check(not self.stages or self.steps == steps, f"TrainConfig.steps: got {self.steps} with stages of {steps} steps in all, wanted {steps}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of all rows of a step, the same in every stage."""
+        return self.data.batch_size * self.data.sequence_length
+
+    @property
+    def steps_of_stages(self) -> int:
+        return sum(stage.tokens // self.tokens_per_step for stage in self.stages)
+
+
+def _check_stage(cfg: TrainConfig, index: int, stage: StageConfig) -> None:
+    name = f"TrainConfig.stages[{index}]"
+    check(cfg.tokens_per_step % stage.sequence_length == 0, f"{name}.sequence_length: got {stage.sequence_length}, wanted a divisor of {cfg.tokens_per_step}, "
+          "the tokens of a step (data.batch_size * data.sequence_length)")
+    check(stage.tokens % cfg.tokens_per_step == 0, f"{name}.tokens: got {stage.tokens:,}, wanted a multiple of {cfg.tokens_per_step:,}, the tokens of a step")
+    labels = [source.label for source in cfg.data.sources]
+    unknown = sorted({name for name, _ in stage.weights} - set(labels))
+    check(not unknown, f"{name}.weights: got {', '.join(unknown)}, wanted names of data.sources ({', '.join(labels) or 'none are listed'})")
+    check(cfg.data.task == "text" or not stage.gate.asked, f"{name}.gate: got {', '.join(stage.gate.asked)} with data.task={cfg.data.task!r}, "
+          "wanted none: gates are measured on text")

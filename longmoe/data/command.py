@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -50,27 +50,32 @@ def read_sources(file: str | Path) -> tuple[SourceConfig, ...]:
 
     Relative paths start at the file's folder.
     """
-    file = Path(file)
-    try:
-        listed = json.loads(file.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"sources: {file} cannot be read as JSON ({error}); wanted a list of sources") from error
-    if not isinstance(listed, list) or not listed:
-        raise ValueError(f"sources: {file} holds {type(listed).__name__}, wanted a JSON list with at least one source")
+    listed = read_list(file, "sources")
     sources = from_json(DataConfig, json.dumps({"sources": listed})).sources
-    return tuple(dataclasses.replace(source, path=str(file.parent / source.path)) for source in sources)
+    return tuple(dataclasses.replace(source, path=str(Path(file).parent / source.path)) for source in sources)
 
 
-def take_sources(arguments: list[str], flag: str) -> tuple[SourceConfig, ...] | None:
-    """Takes `flag FILE` out of `arguments` and reads the file; None where the flag is not there."""
+def read_list(file: str | Path, what: str) -> list[Any]:
+    """The list of at least one thing that a JSON file holds; ValueError names the file, and what was wanted (a plural)."""
+    try:
+        listed = json.loads(Path(file).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{what}: {file} cannot be read as JSON ({error}); wanted a list of {what}") from error
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"{what}: {file} holds {type(listed).__name__}, wanted a JSON list with at least one {what.removesuffix('s')}")
+    return listed
+
+
+def take_file(arguments: list[str], flag: str, what: str) -> str | None:
+    """Takes `flag FILE` out of `arguments` -> the file's name; None where the flag is not there. what: what the JSON file lists."""
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == flag:
             if not equals and i + 1 == len(arguments):
-                raise ValueError(f"{flag.lstrip('-')}: got nothing, wanted a JSON file that lists sources")
+                raise ValueError(f"{flag.lstrip('-')}: got nothing, wanted a JSON file that lists {what}")
             value = value if equals else arguments[i + 1]
             del arguments[i:i + (1 if equals else 2)]
-            return read_sources(value)
+            return value
     return None
 
 
@@ -125,7 +130,8 @@ class Inspect(DataConfig):
 
 
 def _inspect(arguments: list[str]) -> None:
-    sources = take_sources(arguments, "--sources")
+    file = take_file(arguments, "--sources", "sources")
+    sources = None if file is None else read_sources(file)
     args = tyro.cli(Inspect, default=Inspect(sources=sources or ()), args=arguments, prog="longmoe data inspect")
     if args.task != "text":
         raise ValueError(f"task: got {args.task!r}, wanted 'text'; generated tasks have no sources")

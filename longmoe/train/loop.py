@@ -13,11 +13,12 @@ from longmoe.configs import TrainConfig
 from longmoe.data.loader import make_loader
 from longmoe.parallel.mesh import make_mesh
 from longmoe.train import startup
-from longmoe.train.checkpoints import Checkpoints, delete_checkpoints
+from longmoe.train.checkpoints import Checkpoints, complete_steps, delete_checkpoints
 from longmoe.train.metrics import MetricsFile, ProgressDisplay, open_log
 from longmoe.train.monitor import Monitor
 from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, replace_text, write_run_json
 from longmoe.train.signals import StopSignals
+from longmoe.train.stages import Measure, Stage, StageRecord, asked, stages_of
 from longmoe.train.state import TrainState, abstract_train_state, init_train_state
 from longmoe.train.step import KEYS, make_train_step
 
@@ -28,17 +29,20 @@ class Fitted(NamedTuple):
     paths: RunPaths
 
 
-def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resume_from: int | None = None) -> Fitted:
+def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resume_from: int | None = None, measure: Measure | None = None) -> Fitted:
     """Trains for cfg.steps steps and returns the final state and the run's paths.
 
     run_dir is a local folder or any path that `etils.epath` takes. One with a checkpoint of the same config is continued from its newest complete one, data,
     balancer state and random keys included; resume_from names an older one that was kept, and drops the checkpoints and metrics of later steps; fresh=True
     deletes what earlier runs wrote there and starts anew.
 
+    cfg.stages are trained one after another, each with a compiled step of its own; stages.json holds what each was made of. measure gives the figures
+    that their gates ask for (`longmoe.measure_gate` is one).
+
     SIGTERM, or SIGINT once, saves after the step that runs and raises Stopped, a SystemExit with status 0 (in the main thread only).
     Raises ValueError for a checkpoint of another config, a damaged one, data that changed, or a folder where another process trains; OSError for a
     checkpoint that cannot be written; RuntimeError after cfg.max_skipped_steps steps in a row whose gradients were not finite (skipped_batches.json then
-    holds their source ids).
+    holds their source ids), or when a stage missed its gate.
     """
     if fresh and resume_from is not None:
         raise ValueError(f"resume_from: got {resume_from} with fresh=True, wanted one of the two: fresh deletes every checkpoint")
@@ -47,10 +51,32 @@ def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resum
     with StopSignals() as signals, only_writer(paths.root):
         if fresh:
             _delete(paths)
-        return _fit(cfg, paths, signals, resume_from)
+        return _fit_stages(cfg, paths, signals, resume_from, measure)
 
 
-def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: int | None) -> Fitted:
+def _fit_stages(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: int | None, measure: Measure | None) -> Fitted:
+    stages, record = stages_of(cfg), StageRecord(paths)
+    gated = [stage.index for stage in stages if asked(stage)]
+    if gated and measure is None:
+        raise ValueError(f"measure: got None with gates at the end of stages {gated}, wanted a function that measures them, such as longmoe.measure_gate")
+    reached = max(complete_steps(paths.checkpoints), default=0) if resume_from is None else resume_from
+    for stage in stages:
+        if stage is not stages[-1] and (stage.end < reached or stage.end == reached and record.passed(stage)):
+            continue
+        fitted, data_state = _fit(stage, paths, signals, resume_from)
+        resume_from = None
+        if signals.received:
+            break
+        if cfg.stages and not record.passed(stage):
+            record.end(stage, data_state, measure(stage.config, fitted.state, asked(stage)) if asked(stage) else {})
+        if stage is not stages[-1]:
+            del fitted                                                  # the next stage reads it from the checkpoint, onto its own mesh
+    return fitted
+
+
+def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int | None) -> tuple[Fitted, dict[str, Any]]:
+    """Trains to the end of a stage -> what was fitted, and the data's position."""
+    cfg = stage.config
     with GrowingFiles(paths) as files:
         log = open_log(files.log)
         if not is_local(paths.root):
@@ -68,11 +94,11 @@ def _fit(cfg: TrainConfig, paths: RunPaths, signals: StopSignals, resume_from: i
                 log.info("resuming from step %d as asked: dropping the checkpoints of steps %s and the metrics of later steps", start, later)
                 checkpoints.drop_after(start)
             write_run_json(paths, cfg, mesh)
-            recorder = _Recorder(cfg, paths, files, mesh.devices.flatten().tolist(), start)
-            if start < cfg.steps:
-                state = _train(cfg, recorder, checkpoints, signals, mesh, state, loader)
+            recorder = _Recorder(stage, paths, files, mesh.devices.flatten().tolist(), start)
+            if start < stage.end:
+                state, data_state = _train(stage, recorder, checkpoints, signals, mesh, state, loader)
             recorder.close()
-    return Fitted(state, paths)
+    return Fitted(state, paths), data_state or {}
 
 
 def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh, resume_from: int | None) -> tuple[TrainState, dict[str, Any] | None]:
@@ -94,10 +120,11 @@ class _Pending(NamedTuple):
     source_ids: np.ndarray
 
 
-def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, state: TrainState,
-           loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> TrainState:
-    start = int(state.step)
-    with ProgressDisplay(recorder.run_name, cfg.steps, start) as progress, recorder.monitor:
+def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, state: TrainState,
+           loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> tuple[TrainState, dict[str, Any] | None]:
+    """-> the state, and the data's position after its last step (None: no step was taken)."""
+    cfg, start, applied = stage.config, int(state.step), None
+    with ProgressDisplay(recorder.run_name, stage.end, start) as progress, recorder.monitor:
         batch, data_state = next(loader)
         recorder.start(startup.before_compiling(cfg, mesh), progress)
         progress.say("compiling")
@@ -105,21 +132,21 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
         recorder.start(startup.after_compiling(step_fn, time.monotonic() - began), progress)
         if signals.received:                                            # before the first step: there is nothing to save
-            return state
+            return state, applied
         progress.begin()
         recorder.monitor.start()
         pending: _Pending | None = None
-        for step in range(start + 1, cfg.steps + 1):
+        for step in range(start + 1, stage.end + 1):
             state, metrics = step_fn(state, {name: batch[name] for name in KEYS})
             applied = data_state
             previous, pending = pending, _Pending(step, metrics, int(np.sum(batch["segment_ids"] > 0)), batch["source_ids"])
-            if step < cfg.steps and not signals.received:
+            if step < stage.end and not signals.received:
                 batch, data_state = next(loader)
             # The device is at work on this step: the metrics of the one before are ready.
             if previous is not None:
                 recorder.record(previous, progress)
             stopping = signals.received
-            if step % cfg.checkpoint.every == 0 or step == cfg.steps or stopping:
+            if step % cfg.checkpoint.every == 0 or step == stage.end or stopping:
                 recorder.record(pending, progress)
                 pending = None
                 recorder.publish()
@@ -127,15 +154,15 @@ def _train(cfg: TrainConfig, recorder: "_Recorder", checkpoints: Checkpoints, si
             if stopping:
                 logging.getLogger("longmoe").info("%s: saved step %d of %d; the same command resumes", stopping.name, step, cfg.steps)
                 break
-    return state
+    return state, applied
 
 
 class _Recorder:
     """Writes steps down and stops a run that no longer learns."""
 
-    def __init__(self, cfg: TrainConfig, paths: RunPaths, files: GrowingFiles, devices: list[jax.Device], step: int):
-        self._cfg, self._paths, self._files = cfg, paths, files
-        self.monitor = Monitor(cfg, paths.root, devices, step)
+    def __init__(self, stage: Stage, paths: RunPaths, files: GrowingFiles, devices: list[jax.Device], step: int):
+        self._cfg, self._end, self._paths, self._files = stage.config, stage.end, paths, files
+        self.monitor = Monitor(stage.config, paths.root, devices, step)
         self._file = MetricsFile(files.metrics, step)
         self._skipped: list[_Pending] = []
 
@@ -154,7 +181,7 @@ class _Recorder:
     def record(self, step: _Pending, progress: ProgressDisplay) -> None:
         metrics = jax.device_get(step.metrics)
         metrics |= self.monitor.measure(step.tokens)
-        logged = bool(step.step % self._cfg.log_every == 0 or step.step == self._cfg.steps or metrics["skipped"])
+        logged = bool(step.step % self._cfg.log_every == 0 or step.step == self._end or metrics["skipped"])
         if logged:
             metrics |= self.monitor.memory()
             self._file.write(step.step, metrics)
@@ -181,5 +208,5 @@ class _Recorder:
 def _delete(paths: RunPaths) -> None:
     # Checkpoints first: what the other files say of a run without any is overwritten.
     delete_checkpoints(paths.checkpoints)
-    for path in (paths.run_json, paths.metrics, paths.log, paths.skipped_batches):
+    for path in (paths.run_json, paths.metrics, paths.log, paths.skipped_batches, paths.stages):
         path.unlink(missing_ok=True)

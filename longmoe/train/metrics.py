@@ -77,7 +77,15 @@ def open_log(path: Path) -> logging.Logger:
     for logger in loggers:
         logger.setLevel(logging.INFO)
         logger.addHandler(handler)
+    # absl, which Orbax imports, hangs a plain handler on the root that prints what the root's own level would hold back: every line of the run twice.
+    for handler in logging.root.handlers:
+        if type(handler) is logging.StreamHandler and _as_loud_as_root not in handler.filters:
+            handler.addFilter(_as_loud_as_root)
     return loggers[0]
+
+
+def _as_loud_as_root(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.root.level or record.name.split(".")[0] not in ("longmoe", "pallas_kernels")
 
 
 class ProgressDisplay:

@@ -47,6 +47,10 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def stages(self) -> epath.Path:
+        return self.root / "stages.json"
+
+    @property
     def skipped_batches(self) -> epath.Path:
         return self.root / "skipped_batches.json"
 

@@ -54,8 +54,8 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
 )
 
 MULTIPROCESSORS = 132
-WARPGROUPS = 4
-"""Warpgroups of a block, at most: each then has 128 registers a thread."""
+TEAMS = 2
+"""Teams of a block, at most. At 128 channels of the keys they leave 128 registers a thread."""
 SHARED_MEMORY = 227 * 1024
 
 
@@ -87,11 +87,11 @@ def prepare(config: Config, x: Inputs) -> Prepared:
 
 
 def teams_of(key: int, g_dtype: Any) -> int:
-    """Teams of a block: as many as its warpgroups and its shared memory allow."""
+    """Teams of a block: as many as its shared memory allows."""
     slabs = key // SLAB
     tiles = 5 * 2 + jnp.dtype(g_dtype).itemsize + 2 * (g_dtype != BF16)
     own = CHUNK * key * tiles + 4 * (SUMS * key + slabs * CHUNK * TILE) + 8 * key + 8 * CHUNK + 1024
-    return min(WARPGROUPS // slabs, SHARED_MEMORY // own)
+    return min(TEAMS, SHARED_MEMORY // own)
 
 
 def _scratch(teams: int, key: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The report before the first step, on devices that tell how much memory they have."""
 import dataclasses
+import io
+import logging
 
 import jax
 import pytest
@@ -8,6 +10,7 @@ from tiny_config import tiny_train
 import longmoe
 from longmoe.train import startup
 from longmoe.train.memory import training_memory
+from longmoe.train.metrics import open_log
 
 
 @pytest.fixture
@@ -30,3 +33,23 @@ def test_a_cpu_makes_no_promise(mesh):
     report = startup.before_compiling(tiny_train(), mesh)
     assert report.record == {} and not any("estimated" in line for line in report.lines)
     assert f"jax {jax.__version__}" in report.lines[0] and "1 x cpu" in report.lines[1]
+
+
+def test_a_plain_handler_on_the_root_prints_no_line_twice(tmp_path):
+    """absl hangs one there; the root's own level decides what of ours it prints."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.root.addHandler(handler)
+    level = logging.root.level
+    try:
+        log = open_log(tmp_path / "log.txt")
+        logging.root.setLevel(logging.WARNING)
+        log.info("quiet")
+        log.warning("loud")
+        logging.root.setLevel(logging.INFO)
+        log.info("asked for")
+    finally:
+        logging.root.setLevel(level)
+        logging.root.removeHandler(handler)
+    assert stream.getvalue().split("\n") == ["loud", "asked for", ""]
+    assert [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["quiet", "loud", "asked for"]
