@@ -38,9 +38,10 @@ _began = time.monotonic()
 
 @pytest.fixture(scope="session", autouse=True)
 def programs_compile_once(tmp_path_factory):
-    """Programs that several tests make anew (each `fit` jits its own step) are compiled once a session. The folder is new each time."""
+    """Programs that several tests make anew (each `fit` jits its own step) are compiled once: a session, or a `make check`, which names a folder."""
     before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    if before is None:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
     yield
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -77,10 +78,12 @@ def reference_seconds() -> float:
     """Seconds of one core to trace and compile a program of fixed size, which is what most of the suite's time goes into."""
     def f(weights, x):
         for i, weight in enumerate(weights):
-            x = jnp.tanh(x @ weight) * jax.nn.softmax(x + i)
+            x = jnp.tanh(x @ weight * salt) * jax.nn.softmax(x + i)
             x = jax.lax.scan(lambda carry, row: (jnp.sin(carry + row), carry * row), x[0], x)[1]
         return jnp.sum(x)
 
+    # Another program each time, or it would be read and not compiled.
+    salt = 1 + 1e-3 * (time.time_ns() % 1009)
     _, before = _seconds()
     jax.jit(jax.value_and_grad(f)).lower([jnp.ones((16, 16))] * 8, jnp.ones((16, 16))).compile()
     return _seconds()[1] - before

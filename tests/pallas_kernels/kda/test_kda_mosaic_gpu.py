@@ -87,13 +87,13 @@ def test_key_wider_than_value(interpreter):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 17, 65, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (15, 64, 192))])
+@pytest.mark.parametrize("tokens", [17, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 15, 64, 65, 192))])
 def test_lengths(interpreter, tokens):
     check(raw_inputs(specs.Shape(1, tokens, 1, 64, 128)), BOUNDED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", [*specs.BOUNDED_GATES[:2], *(pytest.param(g, marks=pytest.mark.exhaustive) for g in specs.BOUNDED_GATES[2:])])
+@pytest.mark.parametrize("gate", [specs.BOUNDED_GATES[1], *(pytest.param(g, marks=pytest.mark.exhaustive) for g in specs.BOUNDED_GATES if g != specs.BOUNDED_GATES[1])])
 def test_gate_cases(interpreter, gate):
     check(rounded(specs.inputs(specs.Shape(1, 130, 1, 64, 64), gate), *WIDE[:3]), DECAYS, narrow=("q", "k", "v"), gradients=False)
 
