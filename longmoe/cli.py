@@ -38,7 +38,7 @@ from longmoe.presets import PRESETS
 from longmoe.stage_gates import measure_gate
 from longmoe.train.checkpoints import load_checkpoint
 from longmoe.train.loop import fit
-from longmoe.train.run_files import RunPaths
+from longmoe.train.run_files import RunPaths, installed_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +55,12 @@ class Train(TrainConfig):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written."""
+    """Runs one command; returns the exit status: 0, 2 for arguments that make no sense, 1 for a file that cannot be read or written, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments else "help"
+    if command in ("--version", "-V"):
+        print(f"longmoe {installed_version('longmoe') or 'from source'}")
+        return 0
     commands = {"train": _train, "eval": of_runs.evaluate, "generate": of_runs.generate, "report": of_runs.report,
                 "estimate": _estimate, "doctor": planning.doctor, "bench": planning.bench, "data": data_command.main,
                 "import-hf": import_hf, "export-hf": _export_hf}
@@ -74,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"longmoe {command}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"longmoe {command}: interrupted", file=sys.stderr)
+        return 130
     except RuntimeError as error:
         if not str(error).startswith("Unable to initialize backend"):
             raise
@@ -85,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _preset(command: str, arguments: list[str]) -> TrainConfig:
     name = arguments.pop(0) if arguments else ""
+    if name in ("-h", "--help"):
+        print(f"longmoe {command} PRESET [flags]; presets: {', '.join(PRESETS)}. `longmoe {command} nano --help` lists the flags with their values.")
+        raise SystemExit(0)
     if name not in PRESETS:
         raise ValueError(f"preset: got {name!r}, wanted one of {', '.join(PRESETS)}, as in `longmoe {command} nano`"
                          f"{planning.nearest(name, PRESETS)}")

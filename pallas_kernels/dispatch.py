@@ -91,6 +91,7 @@ def choose(operator: Operator, implementation: Implementation, **facts: Any) -> 
             return name
         reasons[name] = unmet
     lines = [f"  {name}: {reason}" for name, unmet in reasons.items() for reason in unmet]
+    lines.append("  'auto' takes the first implementation that can")
     raise UnsupportedError(f"{operator.name}: implementation={implementation!r} cannot take this call:\n" + "\n".join(lines))
 
 
@@ -116,6 +117,12 @@ def _announce(operator: str, chosen: str, passed_over: Mapping[str, list[str]]) 
     # On a GPU the portable path costs real speed, so there it is a warning.
     level = logging.WARNING if why and jax.default_backend() == "gpu" else logging.INFO
     logger.log(level, "%s runs as %s%s", operator, chosen, f" ({why})" if why else "")
+
+
+def available_kernels() -> dict[str, str]:
+    """Operator -> the implementation that `auto` takes for a typical call on this machine's default device, or "none"."""
+    first = lambda operator: next((name for name in NAMES if not operator.unmet[name](**operator.example)), "none")
+    return {operator.name: first(operator) for operator in _operators.values()}
 
 
 def kernel_report() -> str:

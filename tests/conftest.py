@@ -24,8 +24,8 @@ BUDGETS = {
     "slow": {"pallas_kernels": 540, "multidevice": 660, "model": 300, "train": 300, "inference": 300, "oracle": 420, "top": 420},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
-TEST_MINUTES = 15
-"""Wall time of `make test` on two cores."""
+TEST_MINUTES, LONGEST_MINUTES = 15, 25
+"""Wall time of `make test` that two cores are meant to take, and at which it fails: two virtual cores may share one real one."""
 REFERENCE_SECONDS = 1.35
 """What `reference_seconds` gave there, one in each of two processes. A slower machine gets proportionally more of everything."""
 QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "top"}
@@ -144,9 +144,12 @@ def _slowness() -> float:
 def _over_budget() -> list[str]:
     lines = [f"{room} ({tier}): {spent:.0f} s, budget {_budget(tier, room):.0f} s"
              for (tier, room), spent in sorted(_spent.items()) if spent > _budget(tier, room)]
-    minutes, limit = (time.monotonic() - _began) / 60, TEST_MINUTES * _slowness()
-    only_fast = {tier for tier, _ in _spent} == {"fast"}
-    return lines + [f"all fast tests: {minutes:.1f} minutes, budget {limit:.1f}"] * (only_fast and minutes > limit)
+    minutes, limit = (time.monotonic() - _began) / 60, LONGEST_MINUTES * _slowness()
+    return lines + [f"all fast tests: {minutes:.1f} minutes, at most {limit:.1f}"] * (_only_fast() and minutes > limit)
+
+
+def _only_fast() -> bool:
+    return {tier for tier, _ in _spent} == {"fast"}
 
 
 def _budget(tier: str, room: str) -> float:
@@ -158,5 +161,7 @@ def pytest_terminal_summary(terminalreporter):
     for (tier, room), spent in sorted(_spent.items()):
         terminalreporter.write_line(f"{room:20s} {tier:5s} {spent:6.1f} s of {_budget(tier, room):.0f}")
     terminalreporter.write_line(f"this machine takes {_slowness():.2f} times as long as the one that the budgets are for ({_references})")
+    if _only_fast():
+        terminalreporter.write_line(f"{(time.monotonic() - _began) / 60:.1f} minutes, meant to take {TEST_MINUTES * _slowness():.1f}")
     for line in _over_budget():
         terminalreporter.write_line(f"OVER BUDGET: {line}; make its tests cheaper, or mark the long ones slow", red=True)

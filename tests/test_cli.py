@@ -81,7 +81,7 @@ def test_a_second_process_on_a_run_directory_is_refused(capsys, tmp_path):
     assert "where another process is training; wait for it, end it, or use another folder" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
     out = tmp_path / "kda.json"
     assert main(["bench", "kda", "--shapes", "test", "--repeats", "2", "--no-accuracy", "--out", str(out)]) == 0
@@ -94,7 +94,7 @@ def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
         assert 0 < row["rms"]["o"] < 1e-6 and 0 < row["rms"]["worst_gradient"] < 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bench_moe_times_the_layer_and_its_parts(capsys, tmp_path):
     out = tmp_path / "moe.json"
     assert main(["bench", "moe", "--layers", "cpu", "--repeats", "1", "--rival", "jax.lax:ragged_dot", "--out", str(out)]) == 0

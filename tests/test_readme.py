@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 # Checked elsewhere: `make check` runs the demo and installs the wheel.
 NOT_HERE = ("make ", "pip install ")
-SMALLER = {"--steps 1000": "--steps 2", "path/to/files": "files"}
+SMALLER = {"--steps 300": "--steps 2", "path/to/files": "files"}
 
 
 def blocks(language: str) -> list[str]:

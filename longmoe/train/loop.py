@@ -97,6 +97,8 @@ def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int |
             recorder = _Recorder(stage, paths, files, mesh.devices.flatten().tolist(), start)
             if start < stage.end:
                 state, data_state = _train(stage, recorder, checkpoints, signals, mesh, state, loader)
+            elif stage.end == cfg.steps:
+                ProgressDisplay(recorder.run_name, stage.end, start).note(f"step {start} of {cfg.steps} is done already; more steps go on from there")
             recorder.close()
     return Fitted(state, paths), data_state or {}
 
@@ -127,11 +129,14 @@ def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signal
     with ProgressDisplay(recorder.run_name, stage.end, start) as progress, recorder.monitor:
         batch, data_state = next(loader)
         recorder.start(startup.before_compiling(cfg, mesh), progress)
+        if start:
+            progress.note(f"resumed at step {start}")
         progress.say("compiling")
         began = time.monotonic()
         step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
         recorder.start(startup.after_compiling(step_fn, time.monotonic() - began), progress)
-        if signals.received:                                            # before the first step: there is nothing to save
+        if signals.received:
+            progress.note(f"{signals.received.name}: stopped before the first step, with nothing to save")
             return state, applied
         progress.begin()
         recorder.monitor.start()
@@ -151,8 +156,11 @@ def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signal
                 pending = None
                 recorder.publish()
                 checkpoints.save(step, state, applied, cfg)
+            if stopping or step == stage.end:
+                text = f"{stopping.name}: saved step {step} of {cfg.steps}; the same command resumes" if stopping else f"saved step {step} of {cfg.steps}"
+                logging.getLogger("longmoe").info("%s", text)
+                progress.note(text)
             if stopping:
-                logging.getLogger("longmoe").info("%s: saved step %d of %d; the same command resumes", stopping.name, step, cfg.steps)
                 break
     return state, applied
 

@@ -53,4 +53,4 @@ class StopSignals:
                 signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
             # Not through logging or print: their buffers may be in the middle of a write.
             with contextlib.suppress(OSError):                          # standard error may be closed
-                os.write(2, f"\n{self.received.name}: saving after this step; SIGINT now interrupts at once\n".encode())
+                os.write(2, f"\n{self.received.name}: stopping, a step that runs is finished and saved first; SIGINT now interrupts at once\n".encode())

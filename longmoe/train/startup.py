@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-import pallas_kernels
 from longmoe.configs import TrainConfig
 from longmoe.train.memory import training_memory
 from longmoe.train.run_files import versions
+from pallas_kernels.dispatch import available_kernels
 
 GIB = 2**30
 
@@ -28,7 +28,8 @@ def before_compiling(cfg: TrainConfig, mesh: jax.sharding.Mesh) -> Startup:
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1) or "one device"
     lines = [", ".join(f"{name} {version or 'from source'}" for name, version in versions().items()),
              f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process{'es' * (jax.process_count() > 1)}; mesh: {axes}",
-             *pallas_kernels.kernel_report().splitlines()]
+             "kernels: " + ", ".join(f"{operator} {name}" for operator, name in available_kernels().items()) + " (longmoe doctor says why)",
+             f"data: {_data(cfg)}"]
     limit = memory_limit(devices)
     if limit is None:
         return Startup(lines, {})
@@ -40,6 +41,13 @@ def before_compiling(cfg: TrainConfig, mesh: jax.sharding.Mesh) -> Startup:
         lines.append("this step is not likely to fit: lower data.batch_size or raise accumulation_steps, set model.remat full, lower data.sequence_length, "
                      "or split the parameters over more devices (mesh.fsdp)")
     return Startup(lines, dict(estimated_bytes=memory.peak))
+
+
+def _data(cfg: TrainConfig) -> str:
+    if cfg.data.task != "text":
+        return f"generated, task {cfg.data.task}"
+    named = cfg.data.path or ", ".join(source.label for source in cfg.data.sources)
+    return named or "the source of Python's standard library, since neither data.path nor data.sources is given"
 
 
 def after_compiling(compiled: jax.stages.Compiled, seconds: float) -> Startup:

@@ -77,12 +77,12 @@ def test_what_pads_the_prompts_changes_no_bit(teacher_forced, decoded):
         np.testing.assert_array_equal(np.asarray(got)[valid], np.asarray(want)[valid])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_padding_changes_nothing(teacher_forced, decoded):
     assert rms_ratio(teacher_forced(PROMPT + 41, 3)[1], decoded[1]) < 1e-5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_greedy_equals_recomputation_for_100_prompts(case):
     model, variables, _ = case
     rows, width, new = 100, 40, 12
@@ -96,7 +96,7 @@ def test_greedy_equals_recomputation_for_100_prompts(case):
     np.testing.assert_array_equal(got, np.take_along_axis(text, lengths[:, None] + np.arange(new), axis=1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_token_costs_the_same_after_256_and_after_4096():
     """All layers KDA: what they keep has one size. One program, states of both contexts in turn, the median of the pairs' ratios of times."""
     config = dataclasses.replace(longmoe.presets.nano().model, mla_every=0)

@@ -72,6 +72,7 @@ def test_rows_repeat_eos(case):
         assert (stopped[row, end:] == eos).all()
 
 
+@pytest.mark.slow
 def test_stream_gives_the_same_tokens(case):
     """More tokens than a chunk, drawn, and an end that some rows reach."""
     model, variables, tokens = case

@@ -77,7 +77,7 @@ def test_scanned_equals_unrolled(case):
     assert_same(cfg, variables, (got[0], restacked["grads"], restacked["stats"]), want)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("save_matmuls", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", [pytest.param("full", marks=pytest.mark.slow), pytest.param("save_matmuls", marks=pytest.mark.exhaustive)])
 def test_remat_equals_none(case, remat):
     cfg, variables, batch, want = case
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
@@ -177,7 +177,7 @@ def test_variables_and_purity(key):
     assert not any(np.any(x) for x in jax.tree.leaves(grads))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bfloat16_stays_close(case):
     cfg, variables, batch, _ = case
     half = dataclasses.replace(cfg.model, dtype="bfloat16")

@@ -21,7 +21,7 @@ from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 MESHES = {"context 8": MeshConfig(fsdp=1, context=8), "context 2, tensor 2, expert 2": MeshConfig(fsdp=1, expert=2, tensor=2, context=2),
           "tensor 2, fsdp 4": MeshConfig(fsdp=4, tensor=2), "context 4, data 2": MeshConfig(data=2, fsdp=1, context=4)}
-SLOW = {name: pytest.param(name, marks=pytest.mark.slow) for name in MESHES}
+SLOW = {name: pytest.param(name, marks=pytest.mark.exhaustive) for name in MESHES}
 OWN, HEADS, WIDTH = 8, 2, 8
 """Tokens a rank, heads, channels a head."""
 KDA = dict(gate="bounded", lower_bound=-5.0, beta_logits=True, qk_l2norm=True, implementation="xla")
@@ -68,7 +68,7 @@ def test_kda_and_every_gradient(name):
     assert (got[runs == 0] == 0).all() and (gradients["k"][runs == 0] == 0).all()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kda_of_rows_that_are_one_document():
     x, _ = kda_inputs()
     compare(lambda runs, **x: kda(None, **x), x, np.zeros((1, 8), np.int32), mesh_of("context 8"))
@@ -107,7 +107,7 @@ def convolutions(runs, **x):
     return jnp.stack(context.sharded_convolutions(causal_conv, [x[n] for n in CONV], [x[f"{n}_taps"] for n in CONV], runs))
 
 
-@pytest.mark.parametrize("own", [OWN, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("own", [OWN, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_convolutions(own):
     ids = packed_rows(own)
     draw, runs = np.random.default_rng(2), np.asarray(document_runs(ids))
@@ -143,7 +143,7 @@ def whole_attention(runs, q, latent, kv_b):
 
 
 @pytest.mark.parametrize("name", ["context 8", *[SLOW[n] for n in ("context 2, tensor 2, expert 2", "context 4, data 2")]])
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_attention(name, packed):
     x, ids = attention_inputs()
     runs = np.asarray(document_runs(ids))

@@ -22,7 +22,7 @@ def first_step(mesh, batch):
     return step(state, jax.device_put(batch, step.input_shardings[0][1]))[1], step.as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_only_states_halos_and_latents_move():
     batch = batch_of(jax.random.key(0), ROWS, TOKENS)
     metrics, program = first_step(make_mesh(MeshConfig(fsdp=1, context=RANKS)), batch)

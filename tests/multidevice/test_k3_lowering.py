@@ -19,7 +19,7 @@ def test_whole_step_lowers_in_a_minute_and_four_gigabytes():
     assert len(found["experts"]) % 6 == 0 and all("expert" in spec[:2] for spec in found["experts"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_device_gathers_a_whole_expert_stack():
     step, _ = lowered(num_layers=2, tokens=64)
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])[^=]* all-gather(?:-start)?\(", step.compile().as_text())

@@ -8,7 +8,7 @@ SLOW = {("xla", "float64"), ("reference", "float32")}
 
 
 @pytest.mark.parametrize("case", committed("kda_op"))
-@pytest.mark.parametrize("implementation, dtype", [pytest.param(*run, marks=pytest.mark.slow if run in SLOW else ()) for run in RUNS])
+@pytest.mark.parametrize("implementation, dtype", [pytest.param(*run, marks=pytest.mark.exhaustive if run in SLOW else ()) for run in RUNS])
 def test_operator(case, implementation, dtype):
     assert_passes(measure_operator(case, dtype, implementation))
 

@@ -3,7 +3,7 @@ import pytest
 from oracle_layers import LAYERS
 from oracle_vectors import assert_passes, cases, committed
 
-ALL = [pytest.param(kind, case, marks=() if case in committed(kind) else pytest.mark.slow) for kind in LAYERS for case in cases(kind)]
+ALL = [pytest.param(kind, case, marks=() if case in committed(kind) else pytest.mark.exhaustive) for kind in LAYERS for case in cases(kind)]
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -16,13 +16,13 @@ def test_float32(kind, case):
     assert_passes(LAYERS[kind](case, "float32"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, case", ALL)
 def test_float64(kind, case):
     assert_passes(LAYERS[kind](case, "float64"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind, case", ALL)
 def test_bfloat16(kind, case):
     # Near the rounding of its inputs: half a unit in the last place is 2e-3.

@@ -15,7 +15,7 @@ def test_every_kind_has_a_committed_case():
     assert {"kimi_linear_s1", "k3_s1", "k3_s1_mxfp4"} <= {case for kind in MODELS for case in committed(kind)}
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=(*marks, *[pytest.mark.slow] * (case == "kimi_linear_s1"))) for case, marks in MARKS.items()])
 def test_float32(case, tmp_path):
     agreement = measure_model(case, "float32", tmp_path)
     assert agreement.routes == 1 and agreement.same_tokens in (True, None)      # before the logits: another expert is no rounding error
@@ -29,7 +29,7 @@ def test_float64(case, tmp_path):
     assert_passes(measure_model(case, "float64", tmp_path).figures)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ALL)
 def test_bfloat16(case, tmp_path):
     # The weights are large and near ties many: rounding sends some tokens to other experts, in the producers too (docs/numerics.md).
@@ -38,7 +38,7 @@ def test_bfloat16(case, tmp_path):
     assert logits.rms < 0.5 and agreement.top1 > 0.6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ALL)
 def test_bfloat16_with_the_experts_of_float32(case, tmp_path):
     narrow, _ = measure_forced(case, tmp_path)

@@ -48,12 +48,19 @@ def test_files_of_a_run(whole):
     assert record["versions"]["jax"] == jax.__version__ and any("kda" in line for line in record["kernels"])
     assert int(whole.state.step) == 6
     log = whole.paths.log.read_text()
-    assert f"jax {jax.__version__}" in log and "mesh: one device" in log and "mosaic_gpu" in log and "GiB of temporaries" in log
+    assert f"jax {jax.__version__}" in log and "mesh: one device" in log and "kda xla" in log and "GiB of temporaries" in log
+    assert "data: generated, task associative_recall" in log and "saved step 6 of 6" in log
     # The step holds at least its parameters and their gradients.
     size = 4 * sum(leaf.size for leaf in jax.tree.leaves(whole.state.params))
     assert record["compile_seconds"] > 0 and record["compiled_bytes"]["arguments"] > size and record["compiled_bytes"]["temporary"] > size
 
 
+def test_a_finished_run_says_so(whole, capfd):
+    again = longmoe.fit(config(), str(whole.paths.root))
+    assert int(again.state.step) == 6 and "step 6 of 6 is done already" in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_refuses_another_config_and_fresh_starts_over(whole, tmp_path):
     run = str(tmp_path / "run")
     longmoe.fit(config(steps=2), run)

@@ -135,6 +135,7 @@ def test_scan_remat_and_accumulation_give_the_same_maxima(key):
     np.testing.assert_allclose(layer_maxima(cfg.model, got), layer_maxima(flat, want), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_step_brings_the_next_forward_pass_below_the_threshold(key):
     """The learning rate is next to nothing, so that the clip is all that changes."""
     cfg, mesh, batch = attention_only(), make_mesh(MeshConfig(), jax.devices()[:1]), batch_of(key)

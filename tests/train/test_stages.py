@@ -116,7 +116,7 @@ def test_a_run_cut_in_every_stage_is_the_run_to_the_bit(base, tmp_path):
     assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gates(base, tmp_path):
     """A missed gate ends the run behind its checkpoint; another gate lets it go on, and what has passed is not measured again."""
     calls = []
@@ -136,7 +136,7 @@ def test_gates(base, tmp_path):
     assert len(calls) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_measured_on_the_runs_own_text(base):
     cfg = staged(base, StageConfig(24, TOKENS, gate=GateConfig(max_loss=99.0, max_short_loss_rise=1.0)))
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, sources=cfg.data.sources[:1]))

@@ -11,7 +11,7 @@ from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 BOUND = 1e-5
 QUICK = (0, 1, 64, 130)
-LENGTHS = [pytest.param(t, marks=() if t in QUICK else pytest.mark.slow) for t in specs.TEST_LENGTHS]
+LENGTHS = [pytest.param(t, marks=() if t in QUICK else pytest.mark.exhaustive) for t in specs.TEST_LENGTHS]
 
 
 def cotangents(arguments, seed=1):
