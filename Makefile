@@ -49,7 +49,6 @@ smoke: $(VENV)/.installed
 	$(PY) experiments/demo.py --smoke --run-dir build/smoke/demo
 	$(PY) experiments/longer_text.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/longer_text
 	$(PY) experiments/balancing.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/balancing
-	$(PY) experiments/staged_context.py --smoke --run-dir build/smoke/staged
 
 wheel: $(VENV)/.installed
 	rm -rf build/wheel build/wheel-env
