@@ -23,7 +23,7 @@ MIXED = MeshConfig(data=2, fsdp=2, expert=2)
 MESHES = {"data 8": MeshConfig(data=8, fsdp=1), "fsdp 8": MeshConfig(fsdp=8), "expert 4, data 2": MeshConfig(data=2, fsdp=1, expert=4),
           "context 8": MeshConfig(fsdp=1, context=8), "context 4, expert 2": MeshConfig(fsdp=1, expert=2, context=4),
           "tensor 2, fsdp 4": MeshConfig(fsdp=4, tensor=2), "context 2, tensor 2, expert 2": MeshConfig(fsdp=1, expert=2, tensor=2, context=2)}
-IN_THE_SUITE = ("context 4, expert 2", "tensor 2, fsdp 4")
+IN_THE_SUITE = ("context 2, tensor 2, expert 2",)
 OWN, SEED = 3, 3
 """Tokens of a rank when eight share out a row: as many as the convolutions look back. The seed's routes are clear (MIN_GAP)."""
 MIN_GAP = 1e-4
@@ -77,7 +77,7 @@ def single():
     return cfg, batches, result
 
 
-# Two of them have every axis but `data` between them.
+# One with three axes in the suite.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name if name in IN_THE_SUITE else pytest.param(name, marks=pytest.mark.exhaustive) for name in MESHES])
 def test_eight_devices_equal_one(single, name):

@@ -23,7 +23,7 @@ def test_float32(case, tmp_path):
     assert agreement.top1 == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in MARKS.items() if "logits_f64" in load(case).outputs])
 def test_float64(case, tmp_path):
     assert_passes(measure_model(case, "float64", tmp_path).figures)

@@ -102,7 +102,7 @@ def kill_at(monkeypatch):
     signal.signal(signal.SIGINT, inherited)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.exhaustive)])
 def test_ten_steps_and_ten_in_fresh_objects_are_twenty_to_the_bit(optimizer, request, text, tmp_path, kill_at):
     whole, run, cfg = request.getfixturevalue(optimizer), tmp_path / "run", config(text, optimizer)
     assert cfg.data.prefetch == 4 and cfg.accumulation_steps == 4

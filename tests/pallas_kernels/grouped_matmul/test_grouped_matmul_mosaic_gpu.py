@@ -50,7 +50,7 @@ def check(case, plan=SMALL, dtype="bfloat16", out_dtype=None, **how):
     return got
 
 
-@pytest.mark.parametrize("case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases.CASES])
+@pytest.mark.parametrize("case", [case if case in FAST else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases.CASES])
 def test_values_and_gradients(case):
     check(cases.CASES[case])
 
