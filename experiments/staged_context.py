@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from demo import variables_of
 
 import longmoe
 from longmoe.configs import DataConfig, GateConfig, SourceConfig, StageConfig, TrainConfig
@@ -72,8 +73,8 @@ def config(folder: Path, scale: int) -> TrainConfig:
                    for length, units, share in zip(LENGTHS, TOKENS, WHOLE_PACKAGES))
     cfg = longmoe.presets.nano()
     data = DataConfig(sources=sources, sequence_length=LENGTHS[0], batch_size=TOKENS_PER_STEP // LENGTHS[0])
-    steps = sum(stage.tokens for stage in stages) // TOKENS_PER_STEP
-    return dataclasses.replace(cfg, data=data, stages=stages, steps=steps, optim=dataclasses.replace(cfg.optim, warmup_steps=max(2, steps // 20)))
+    cfg = dataclasses.replace(cfg, data=data).with_stages(stages)
+    return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, warmup_steps=max(2, cfg.steps // 20)))
 
 
 class Positions:
@@ -97,7 +98,7 @@ class Positions:
         return tuple(edge for edge in EDGES if edge <= self.documents.shape[1])
 
     def gate(self, cfg: TrainConfig, state: longmoe.TrainState, asked: tuple[str, ...]) -> dict[str, float]:
-        self.measure(cfg, {"params": state.params, "router_state": state.router_state}, int(state.step))
+        self.measure(cfg, variables_of(state), int(state.step))
         return longmoe.measure_gate(cfg, state, asked)
 
 

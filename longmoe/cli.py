@@ -107,8 +107,7 @@ def _with_stages(cfg: TrainConfig, file: str | None) -> TrainConfig:
     if file is None:
         return cfg
     listed = json.dumps({"stages": data_command.read_list(file, "stages")})
-    stages = from_json(_Stages, listed).stages
-    return dataclasses.replace(cfg, stages=stages, steps=sum(stage.tokens // cfg.tokens_per_step for stage in stages))
+    return cfg.with_stages(from_json(_Stages, listed).stages)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from longmoe.data.sources import open_tokenizer
 from longmoe.evaluation.haystack import default_essay
 from longmoe.evaluation.models import Model, make_count, make_generate
 from longmoe.evaluation.niah import needle_tasks
-from longmoe.evaluation.suites import cells, model_answers, run_tasks, samples_of
+from longmoe.evaluation.suites import cells, model_answers, run_tasks
 from longmoe.inference.engine import generate
 from longmoe.model.lm import LongMoE
 from longmoe.train.losses import chunked_cross_entropy
@@ -63,8 +63,7 @@ def _needle(cfg: TrainConfig, variables: Mapping[str, Any]) -> float:
     tokenizer = open_tokenizer(with_default_corpus(cfg.data))
     model = Model(generate=make_generate(functools.partial(generate, LongMoE(cfg.model), variables), tokenizer), count=make_count(tokenizer))
     grid = needle_tasks(default_essay())[:1]
-    results = run_tasks(grid, model_answers(model), lengths=[cfg.data.sequence_length], samples=samples_of(grid[0], NEEDLES) // grid[0].draws_shared_by,
-                        count=model.count, seed=cfg.seed)
+    results = run_tasks(grid, model_answers(model), lengths=[cfg.data.sequence_length], samples=NEEDLES, count=model.count, seed=cfg.seed)
     if results.unfit:
         raise ValueError(f"gate.min_needle: {results.unfit[0].reason}")
     return cells(results.records, lambda record: record.task)[grid[0].name].official.mean

@@ -142,7 +142,7 @@ class TrainConfig:
                f"TrainConfig.accumulation_steps: got {self.accumulation_steps}, wanted a divisor of data.batch_size={self.data.batch_size}")
         for index, stage in enumerate(self.stages):
             _check_stage(self, index, stage)
-        steps = self.steps_of_stages
+        steps = self._steps_of(self.stages)
         check(not self.stages or self.steps == steps, f"TrainConfig.steps: got {self.steps} with stages of {steps} steps in all, wanted {steps}")
 
     @property
@@ -150,9 +150,12 @@ class TrainConfig:
         """Tokens of all rows of a step, the same in every stage."""
         return self.data.batch_size * self.data.sequence_length
 
-    @property
-    def steps_of_stages(self) -> int:
-        return sum(stage.tokens // self.tokens_per_step for stage in self.stages)
+    def with_stages(self, stages: tuple[StageConfig, ...]) -> "TrainConfig":
+        """This config with `stages`, and as many steps as they take together."""
+        return dataclasses.replace(self, stages=stages, steps=self._steps_of(stages))
+
+    def _steps_of(self, stages: tuple[StageConfig, ...]) -> int:
+        return sum(stage.tokens // self.tokens_per_step for stage in stages)
 
 
 def _check_stage(cfg: TrainConfig, index: int, stage: StageConfig) -> None:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from longmoe.parallel.context import NONE_YET
 from longmoe.shapes import Array, Float, Int
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 1024
-NONE_YET = jnp.iinfo(jnp.int32).max
 
 
 class Plan(NamedTuple):

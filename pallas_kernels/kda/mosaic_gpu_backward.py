@@ -52,6 +52,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     join,
     kept,
     left_factor,
+    load_inputs,
     masks,
     product,
     raw_gate,
@@ -111,17 +112,12 @@ def _load(r: dict, index: tuple[Array, Array, Array], groups: int, value_slabs: 
     b, h, n = index
     rows = pl.ds(n * CHUNK, CHUNK)
     copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["barrier"])
-    for name in ("q", "k", "g"):
-        for s in range(groups):
-            copy(columns(r[f"{name}_in"].at[b, rows, h], s), r[name].at[s])
+    load_inputs(r, index, {name: r[name] for name in ("q", "k", "g")}, r["barrier"])
     for name, where in (("do", r["left"].at[0]), ("w", r["left"].at[1]), ("d", r["d"])):
         for s in range(value_slabs):
             copy(columns(r[f"{name}_in"].at[b, rows, h], s), where.at[s])
     for s in range(value_slabs):
         copy(columns(r["v_in"].at[b, rows, h], s), _v_tile(r, s % groups, s // groups))
-    for name, where in (("beta", (b, h, rows)), ("bias", (h,)), ("runs", (b, rows))):
-        if name in r:
-            copy(r[f"{name}_in"].at[where], r[name])
 
 
 def _v_tile(r: dict, wg: Any, i: int) -> Any:

@@ -40,6 +40,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     join,
     kept,
     left_factor,
+    load_inputs,
     masks,
     product,
     right_factor,
@@ -132,7 +133,7 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     b, h, n = index
     if config.bound is not None:
         r = r | dict(rate=r["rate_in"][h])
-    pl.when(wg == 0)(lambda: _load(r, index, slabs))
+    pl.when(wg == 0)(lambda: load_inputs(r, index, dict(q=r["left"].at[0], k=r["k"], g=r["g"]), r["arrived"]))
     plgpu.barrier_wait(r["arrived"])
     m = masks(r, index)
     _factors(config, r, m, index, wg, tuple(row_scale(ref, config.normalize, slabs) for ref in (r["left"].at[0], r["k"])))
@@ -151,19 +152,6 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
         lax.cond(wg == 0, lambda: _store_p(r, index, found), lambda: _store_t(r, index, found * beta))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     join(r, slabs)
-
-
-def _load(r: dict, index: tuple[Array, Array, Array], slabs: int) -> None:
-    """Starts the copies of one chunk's inputs; called by one warpgroup, awaited by all."""
-    b, h, n = index
-    rows = pl.ds(n * CHUNK, CHUNK)
-    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["arrived"])
-    for name, target in (("q", r["left"].at[0]), ("k", r["k"]), ("g", r["g"])):
-        for s in range(slabs):
-            copy(columns(r[f"{name}_in"].at[b, rows, h], s), target.at[s])
-    for name, where in (("beta", (b, h, rows)), ("bias", (h,)), ("runs", (b, rows))):
-        if name in r:
-            copy(r[f"{name}_in"].at[where], r[name])
 
 
 def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], s: Array, scales: tuple[Array | None, Array | None]) -> None:

@@ -222,6 +222,18 @@ class Masks(NamedTuple):
     """Scalar: the incoming and the outgoing state belong together."""
 
 
+def load_inputs(refs: dict, index: tuple[Array, Array, Array], wide: dict[str, Any], barrier: Any) -> None:
+    """Starts the copies of what a chunk's decays and scores are made of: q, k and g by slabs into `wide`; beta, bias and runs where there are any."""
+    b, h, n = index
+    rows = pl.ds(n * CHUNK, CHUNK)
+    for name, target in wide.items():
+        for s in range(target.shape[0]):
+            plgpu.copy_gmem_to_smem(columns(refs[f"{name}_in"].at[b, rows, h], s), target.at[s], barrier)
+    for name, where in (("beta", (b, h, rows)), ("bias", (h,)), ("runs", (b, rows))):
+        if name in refs:
+            plgpu.copy_gmem_to_smem(refs[f"{name}_in"].at[where], refs[name], barrier)
+
+
 def masks(refs: dict, index: tuple[Array, Array, Array]) -> Masks:
     if "runs" not in refs:
         return Masks(None, None, None, None)

@@ -25,8 +25,7 @@ def base(tmp_path_factory):
 
 
 def staged(base, *stages, **changes):
-    cfg = dataclasses.replace(base, **changes)
-    return dataclasses.replace(cfg, stages=stages, steps=sum(stage.tokens for stage in stages) // TOKENS)
+    return dataclasses.replace(base, **changes).with_stages(stages)
 
 
 THREE = (StageConfig(24, 2 * TOKENS), StageConfig(48, 2 * TOKENS, weights={"notes": 0.0, "chats": 5.0}),
