@@ -98,21 +98,26 @@ def numbers(state):
 EIGHT = dict(accumulation_steps=1, mesh=MeshConfig(data=1, fsdp=8))
 
 
-@pytest.mark.slow
-def test_a_run_cut_in_every_stage_is_the_run_to_the_bit(base, tmp_path):
-    cfg = staged(base, StageConfig(24, 2 * TOKENS), StageConfig(48, 2 * TOKENS, {"notes": 0.0}, MeshConfig(data=4, fsdp=1, context=2)),
-                 StageConfig(96, 2 * TOKENS, mesh=MeshConfig(data=1, fsdp=2, context=4)), **EIGHT)
+CUT = (StageConfig(24, 2 * TOKENS), StageConfig(48, 2 * TOKENS, {"notes": 0.0}, MeshConfig(data=4, fsdp=1, context=2)),
+       StageConfig(96, 2 * TOKENS, mesh=MeshConfig(data=1, fsdp=2, context=4)))
+
+
+@pytest.mark.parametrize("stages,cuts", [pytest.param(CUT[:2], (1,), marks=pytest.mark.slow),
+                                         pytest.param(CUT, (1, 3, 4, 5), marks=pytest.mark.exhaustive)], ids=["two stages", "three stages"])
+def test_a_run_cut_in_a_stage_is_the_run_to_the_bit(base, tmp_path, stages, cuts):
+    cfg = staged(base, *stages, **EIGHT)
     cfg = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, every=1, keep=9))
+    steps = [*range(1, 2 * len(stages) + 1)]
     whole = longmoe.fit(cfg, tmp_path / "whole")
-    assert complete_steps(RunPaths(whole.paths.root).checkpoints) == [1, 2, 3, 4, 5, 6] and int(whole.state.step) == 6
-    for step in (1, 3, 4, 5):
+    assert complete_steps(RunPaths(whole.paths.root).checkpoints) == steps and int(whole.state.step) == steps[-1]
+    for step in cuts:
         again = longmoe.fit(cfg, tmp_path / "whole", resume_from=step)
         assert all((a == b).all() for a, b in zip(numbers(whole.state), numbers(again.state), strict=True))
     rows = json.loads((tmp_path / "whole" / "stages.json").read_text())
-    assert [row["end"] for row in rows] == [2, 4, 6] and [row["rows"] for row in rows] == [8, 4, 2]
+    assert [row["end"] for row in rows] == steps[1::2] and [row["rows"] for row in rows] == [8, 4, 2][:len(stages)]
     assert all(sum(row["tokens_of_stage"].values()) == 2 * TOKENS for row in rows)
     losses = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in losses] == steps
 
 
 @pytest.mark.exhaustive
