@@ -17,15 +17,17 @@ from longmoe.data.loader import make_loader, with_default_corpus
 from longmoe.data.sources import open_tokenizer
 from longmoe.data.token_folder import read_token_folder
 from longmoe.eval_commands import SuiteRun, run_suites
+from longmoe.eval_files import HELDOUT, read_evaluations, write_evaluation
+from longmoe.eval_report import COLUMNS
 from longmoe.evaluation import report as html
 from longmoe.evaluation.ngrams import ngram_baselines
 from longmoe.evaluation.recall import recall_score
 from longmoe.evaluation.text import evaluate_batches, loss_by_position, make_loss_function
 from longmoe.inference.engine import stream
 from longmoe.model.lm import LongMoE
-from longmoe.train.checkpoints import load_checkpoint
+from longmoe.train.checkpoints import kept_step, load_checkpoint
 from longmoe.train.metrics import read_lines
-from longmoe.train.run_files import RunPaths, replace_text
+from longmoe.train.run_files import RunPaths
 
 EDGES = (0, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
 """Position bins of `longmoe eval`, as far as a row goes."""
@@ -33,7 +35,7 @@ EDGES = (0, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Scores a run's newest checkpoint on the held-out part of its data; prints the figures and writes them to RUN/eval.json."""
+    """Scores a run's newest checkpoint on the held-out part of its data; prints the figures and writes them to RUN/evaluations/step<step>-heldout-*.json."""
     run: tyro.conf.Positional[str]
     """Run directory."""
     step: int | None = None
@@ -45,8 +47,9 @@ class Eval:
     sequence_length: int | None = None
     """Tokens a row; None is the run's own."""
     suite: str = ""
-    """Runs long-context suites instead, and writes RUN/suites.json and RUN/suites.html. Names with commas between, of: needle, ruler, graph_walks, code_hops,
-    mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their length)."""
+    """Runs long-context suites instead, and writes their figures and a page into RUN/evaluations/. Names with commas between, of: needle, ruler,
+    graph_walks, code_hops, mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their
+    length)."""
     lengths: tuple[int, ...] = ()
     """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's sequence length."""
     samples: int = 16
@@ -94,17 +97,25 @@ def evaluate(arguments: list[str]) -> None:
             raise ValueError("suite: got it beside batches or sequence_length, which are of the held-out pass; wanted samples and lengths")
         return run_suites(SuiteRun(parsed.run, tuple(dict.fromkeys(parsed.suite.split(","))), parsed.lengths, parsed.samples, parsed.seed, parsed.essay,
                                    parsed.step, parsed.batch_size))
-    config, variables = load_checkpoint(parsed.run, parsed.step)
+    step = kept_step(parsed.run, parsed.step)
+    config, variables = load_checkpoint(parsed.run, step)
     changes = {name: value for name in ("batch_size", "sequence_length") if (value := getattr(parsed, name)) is not None}
     data = dataclasses.replace(config.data, **changes)
     batches = [batch for batch, _ in make_loader(data, seed=config.seed, split="heldout", vocab_size=config.model.vocab_size)][:parsed.batches]
     score = _score_recall if data.task == "associative_recall" else _score_text
     figures = score(config, data, variables, batches)
-    replace_text(RunPaths(Path(parsed.run)).root / "eval.json", json.dumps(figures, indent=1) + "\n")
-    table = Table("figure", "value", title=f"{parsed.run}, held out")
+    asked = [HELDOUT, f"{data.sequence_length}", *([] if parsed.batches is None else [f"{len(batches)}batches"])]
+    path = write_evaluation(parsed.run, step, asked, {"batch_size": data.batch_size, "sequence_length": data.sequence_length, "batches": len(batches),
+                                                      "figures": figures})
+    table = Table("figure", "value", title=f"{parsed.run}, step {step:,}, held out")
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value))
+        table.add_row(name.replace("_", " "), _shown(value))
     Console().print(table)
+    print(path)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _score_text(config: TrainConfig, data: DataConfig, variables: Any, batches: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
@@ -159,7 +170,9 @@ def report(arguments: list[str]) -> None:
         raise ValueError("runs: got none, wanted at least one run directory")
     runs = {path.rstrip("/"): _read_run(path) for path in parsed.runs}
     out = parsed.out or (f"{next(iter(runs))}/report.html" if len(runs) == 1 else "comparison.html")
-    print(html.write_report(out, " / ".join(runs), [*_figures(runs), _differences({name: record for name, (record, _) in runs.items()})]))
+    evaluations = {name: read_evaluations(name) for name in runs}
+    print(html.write_report(out, " / ".join(runs), [*_figures(runs), *_evaluations(evaluations),
+                                                    _differences({name: record for name, (record, _) in runs.items()})]))
 
 
 def _read_run(path: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -198,6 +211,25 @@ def _figures(runs: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]]) ->
         if loaded:
             figure = plotting.expert_load([line["step"] for line in loaded], np.array([line["expert_load"] for line in loaded]))
             sections.append(html.Section("Experts", [html.Picture(plotting.png(figure), "Load of each expert over steps")]))
+    return sections
+
+
+def _evaluations(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[html.Section]:
+    """What `longmoe eval` found on the runs: held-out figures side by side, and the scores of suites."""
+    label = lambda run, name: name if len(runs) == 1 else f"{run} {name}"
+    named = [(label(run, name), record) for run, found in runs.items() for name, record in found.items()]
+    heldout = {name: record["figures"] for name, record in named if "figures" in record}
+    sections = []
+    if heldout:
+        figures = list(dict.fromkeys(figure for found in heldout.values() for figure in found))
+        rows = [(figure.replace("_", " "), *(_shown(found.get(figure, "")) for found in heldout.values())) for figure in figures]
+        sections.append(html.Section("Held out", [html.Table([("figure", *heldout), *rows])]))
+    score = lambda s: f"{s['mean']:.3f} ({s['low']:.3f} to {s['high']:.3f})"
+    rows = [(name, row["task"], f"{row['length']:,}", score(row["scores"]["official"]), score(row["scores"]["strict"]),
+             str(row["scores"]["official"]["n"]), f"{row['scores']['chance']:.3f}") for name, record in named for row in record.get("tasks", [])]
+    if rows:
+        sections.append(html.Section("Long-context suites", [html.Table([("evaluation", *COLUMNS), *rows]),
+                                                             "Each has a page of its own in the run's folder `evaluations`."]))
     return sections
 
 

@@ -1,12 +1,12 @@
 """longmoe eval RUN --suite ...: long-context suites on a trained run; figures in the terminal, as JSON, and as a page with heat maps."""
 import dataclasses
 import functools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
@@ -14,6 +14,7 @@ from longmoe.configs import TrainConfig
 from longmoe.data.loader import with_default_corpus
 from longmoe.data.sources import Documents, open_sources, open_tokenizer
 from longmoe.data.tokenizer import Tokenizer
+from longmoe.eval_files import write_evaluation
 from longmoe.eval_report import COLUMNS, Positions, plain, score_rows, sections, summary
 from longmoe.evaluation.examples import Task, TokenTask
 from longmoe.evaluation.haystack import Essay, default_essay
@@ -25,9 +26,8 @@ from longmoe.evaluation.text import loss_by_position
 from longmoe.inference.engine import generate
 from longmoe.model.lm import LongMoE
 from longmoe.plan_commands import nearest
-from longmoe.train.checkpoints import load_checkpoint
+from longmoe.train.checkpoints import kept_step, load_checkpoint
 from longmoe.train.metrics import ProgressDisplay
-from longmoe.train.run_files import RunPaths, replace_text
 
 POSITIONS = "positions"
 """The suite of losses by position, which scores held-out documents instead of generated examples."""
@@ -48,13 +48,14 @@ class SuiteRun:
 
 
 def run_suites(asked: SuiteRun) -> None:
-    """Runs the suites, prints a table, and writes RUN/suites.json and RUN/suites.html; both also after each length, shortest first.
+    """Runs the suites, prints a table, and writes RUN/evaluations/step<step>-<what was asked>.json and .html; both also after each length, shortest first.
 
     ValueError for a name that is no suite, a suite on text for a run without a tokenizer, and a suite whose ids the model does not have.
     """
     for name in asked.suites:
         if name not in (*SUITES, POSITIONS):
             raise ValueError(f"suite: got {name!r}, wanted names among {', '.join((*SUITES, POSITIONS))}{nearest(name, (*SUITES, POSITIONS))}")
+    asked = dataclasses.replace(asked, step=kept_step(asked.run, asked.step))
     config, variables = load_checkpoint(asked.run, asked.step)
     tasks = _tasks(asked, config)
     lengths = sorted(set(asked.lengths)) or _default_lengths(config.data.sequence_length)
@@ -81,7 +82,7 @@ def run_suites(asked: SuiteRun) -> None:
                 positions += [found] if isinstance(found, Positions) else []
                 results += Results((), () if isinstance(found, Positions) else (found,))
                 progress(POSITIONS, asked.samples)
-            page = _write(asked, results, positions)
+            page = _write(asked, lengths, results, positions)
     _print(asked.run, results)
     print(page)
 
@@ -129,11 +130,11 @@ def _tokens(documents: Sequence[Documents]) -> Iterator[np.ndarray]:
             yield source.document(index).tokens
 
 
-def _write(asked: SuiteRun, results: Results, positions: Sequence[Positions]) -> Path:
-    root = RunPaths(Path(asked.run)).root
+def _write(asked: SuiteRun, lengths: Sequence[int], results: Results, positions: Sequence[Positions]) -> epath.Path:
     record = {"asked": plain(asked)} | plain(summary(results, positions)) | {"records": plain(results.records)}
-    replace_text(root / "suites.json", json.dumps(record, indent=1) + "\n")
-    return write_report(root / "suites.html", f"{asked.run}: {', '.join(asked.suites)}", sections(results, positions))
+    name = ("+".join(asked.suites), "+".join(map(str, lengths)), f"n{asked.samples}", f"seed{asked.seed}")
+    path = write_evaluation(asked.run, asked.step, name, record)
+    return write_report(path.with_suffix(".html"), f"{asked.run}, step {asked.step:,}: {', '.join(asked.suites)}", sections(results, positions))
 
 
 def _print(run: str, results: Results) -> None:

@@ -38,7 +38,8 @@ def print_estimate(preset: TrainConfig, arguments: list[str]) -> None:
     parsed = tyro.cli(EstimateCommand, default=EstimateCommand(**fields), args=arguments, prog="longmoe estimate PRESET")
     cfg = TrainConfig(**{name: getattr(parsed, name) for name in fields})
     found, console = estimate(cfg, platform=parsed.platform), Console()
-    for table in (parameters_table(found, cfg.data.sequence_length), memory_table(found.training), *serving_tables(found.serving(parsed.serving))):
+    for table in (parameters_table(found, cfg.data.sequence_length), memory_table(found.training, parsed.platform),
+                  *serving_tables(found.serving(parsed.serving))):
         console.print(table)
 
 
@@ -52,8 +53,8 @@ def parameters_table(found: Estimate, length: int) -> Table:
     return table
 
 
-def memory_table(memory: TrainingMemory) -> Table:
-    table = Table("part", "bytes", "GiB", title=f"Training memory of one device, at its fullest: the {memory.fullest}")
+def memory_table(memory: TrainingMemory, platform: str) -> Table:
+    table = Table("part", "bytes", "GiB", title=f"Training memory of one {platform} device, at its fullest: the {memory.fullest}")
     rows = [*((f"  {name.replace('_', ' ')}", size) for name, size in memory.parts.items()), ("training bytes a device", memory.peak),
             *((f"the {name} alone needs" if name != memory.fullest else f"the {name} needs", size) for name, size in memory.phases.items()),
             *((f"kept by a layer of {name}", size) for name, size in memory.saved_by_layer.items())]
@@ -74,7 +75,7 @@ def serving_tables(found: Serving) -> tuple[Table, Table]:
                 ("FLOPs a token in the weights", f"{found.weight_flops:.3e}")]:
         fixed.add_row(*row)
     lengths = Table("context", "cache, GB", "sequence, GB", "sequences that fit", "FLOPs of the next token", "FLOPs to read it all",
-                    f"least ms a step, batch {on.batch}", title="By context length")
+                    f"least ms a step, batch {on.batch}", title="By context length", padding=(0, 0))
     for row in found.rows:
         lengths.add_row(f"{row.length:,}", f"{row.latent_bytes / 1e9:,.2f}", f"{row.sequence_bytes / 1e9:,.2f}", f"{row.sequences:,}",
                         f"{row.decode_flops:.2e}", f"{row.prefill_flops:.2e}", f"{row.floor_ms:,.3f}")
@@ -92,9 +93,10 @@ def dry_run(cfg: TrainConfig) -> None:
         name = path_name(path)
         print(f"{name:64s} {str(list(leaf.shape)):28s} {leaf.dtype!s:10s} {label:10s} {tuple(spec_of(name))}")
     print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
-    found, console = estimate(cfg, platform="cpu" if jax.default_backend() == "cpu" else "gpu"), Console()
+    platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    found, console = estimate(cfg, platform=platform), Console()
     console.print(parameters_table(found, cfg.data.sequence_length))
-    console.print(memory_table(found.training))
+    console.print(memory_table(found.training, platform))
     print(f"\n{pallas_kernels.kernel_report()}")
 
 

@@ -18,7 +18,8 @@ ALLOWED = {
     "train": USERS, "evaluation": USERS, "inference": USERS, "rl": USERS | {"inference", "train"},
     "planner": USERS | {"train", "inference"}, "interop": {"configs", "presets", "shapes", "model"}, "pallas_kernels": set(),
 }
-TOP = {"bench_moe", "cli", "commands", "eval_commands", "eval_report", "plan_commands", "stage_gates", "longmoe", "__main__"}   # may import everything
+TOP = {"bench_moe", "cli", "commands", "eval_commands", "eval_files", "eval_report", "plan_commands", "stage_gates", "longmoe", "__main__"}
+"""They may import everything."""
 EXTERNAL_OF_KERNELS = {"jax", "jaxtyping", "numpy"}
 
 

@@ -9,6 +9,7 @@ from longmoe import presets
 from longmoe.cli import main
 from longmoe.commands import print_stream
 from longmoe.data.corpus import build_corpus
+from longmoe.eval_files import write_evaluation
 
 TINY = ["--model.num-layers", "2", "--model.mla-every", "2", "--model.no-use-final-mla", "--model.vocab-size", "300", "--model.width", "32",
         "--model.dense-dim", "32", "--data.batch-size", "8", "--data.sequence-length", "40", "--optim.warmup-steps", "1"]
@@ -26,7 +27,9 @@ def run(tmp_path_factory):
 
 def test_eval_prints_and_writes_figures(run, capsys):
     assert main(["eval", str(run), "--batches", "2"]) == 0
-    figures = json.loads((run / "eval.json").read_text())
+    found = json.loads((run / "evaluations" / "step3-heldout-40-2batches.json").read_text())
+    figures = found["figures"]
+    assert (found["step"], found["batches"], found["sequence_length"]) == (3, 2, 40)
     assert figures["bits_per_byte"] > 0 and figures["unigram bits per byte"] > 0 and figures["tokens"] <= 2 * 8 * 40
     assert "bits per byte" in capsys.readouterr().out
 
@@ -34,7 +37,8 @@ def test_eval_prints_and_writes_figures(run, capsys):
 def test_eval_runs_suites(run, capsys):
     """At 64 tokens no prompt fits and a held-out document does; at 1,024 two prompts do and no document."""
     assert main(["eval", str(run), "--suite", "code_hops,positions", "--lengths", "1024", "64", "--samples", "1"]) == 0
-    found, page, printed = json.loads((run / "suites.json").read_text()), (run / "suites.html").read_text(), capsys.readouterr()
+    written, printed = run / "evaluations" / "step3-code_hops+positions-64+1024-n1-seed0.json", capsys.readouterr()
+    found, page = json.loads(written.read_text()), written.with_suffix(".html").read_text()
     tasks, longer = ("code_hops_1", "code_hops_2"), "code_hops_4"
     assert [(row["task"], row["length"]) for row in found["tasks"]] == [(task, 1024) for task in tasks]
     assert {(row["task"], row["length"]) for row in found["unfit"]} == {*((task, 64) for task in (*tasks, longer)), (longer, 1024), ("positions", 1024)}
@@ -59,6 +63,7 @@ def test_eval_refuses_what_it_cannot_do(run, capsys, flags, message):
 def test_suites_that_a_run_cannot_have(monkeypatch, capsys, suite, vocab_size, message):
     cfg = presets.nano()
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=vocab_size), data=dataclasses.replace(cfg.data, task="associative_recall"))
+    monkeypatch.setattr("longmoe.eval_commands.kept_step", lambda run, step: 1)
     monkeypatch.setattr("longmoe.eval_commands.load_checkpoint", lambda run, step: (cfg, {}))
     assert main(["eval", "a_run", "--suite", suite]) == 2
     assert message in capsys.readouterr().err
@@ -78,8 +83,13 @@ def test_generate_repeats_itself_with_its_seed(run, capsys):
 
 
 def test_report_of_one_run_and_of_two(run, tmp_path, capsys):
+    write_evaluation(run, 2, ["heldout", "7"], {"figures": {"nats_per_token": 1.5, "task": "text"}})
+    cell = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}
+    write_evaluation(run, 3, ["stack"], {"tasks": [{"task": "stack", "length": 2048, "scores": {"official": cell, "strict": cell, "chance": 0.125}}]})
     assert main(["report", str(run)]) == 0
-    assert "model.kda.head_dim" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "model.kda.head_dim" in page and "<th>step2-heldout-7</th>" in page and "<td>1.5000</td>" in page
+    assert "<td>step3-stack</td><td>stack</td><td>2,048</td><td>0.500 (0.250 to 0.750)</td>" in page
     other = tmp_path / "other"
     other.mkdir()
     record = json.loads((run / "run.json").read_text())
@@ -88,6 +98,7 @@ def test_report_of_one_run_and_of_two(run, tmp_path, capsys):
     (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
     assert main(["report", str(run), str(other), "--out", str(tmp_path / "both.html")]) == 0
     page = (tmp_path / "both.html").read_text()
+    assert f"<th>{run} step2-heldout-7</th>" in page
     assert "optim.learning_rate" in page and "0.125" in page and "model.kda.head_dim" not in page
 
 
@@ -106,6 +117,13 @@ def test_a_damaged_checkpoint_is_said(run, tmp_path, capsys):
     largest.write_bytes(data)
     assert main(["generate", str(damaged)]) == 2
     assert "this checkpoint is damaged" in capsys.readouterr().err
+
+
+def test_a_damaged_evaluation_is_said(run, tmp_path, capsys):
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(run / name, tmp_path / name)
+    write_evaluation(tmp_path, 3, ["stack"], {}).write_text("{")
+    assert main(["report", str(tmp_path)]) == 2 and "step3-stack.json is not JSON" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text,message", [("{", "is not JSON"), ("{}", "lacks config, versions, device, commit")])

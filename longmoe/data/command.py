@@ -91,7 +91,10 @@ def _build(arguments: list[str]) -> None:
     parser.add_argument("--vocab-size", type=int, default=4096, help="size of the byte-level BPE (default: %(default)s)")
     parser.add_argument("--tokenizer", default="", help='"bytes", a tokenizer.json or a token folder, in place of training a BPE')
     parser.add_argument("--name", default="", help="name of the corpus (default: that of its sources)")
+    parser.add_argument("--replace", action="store_true", help="write a folder anew that is there already; runs that began with the old one cannot go on")
     args = parser.parse_args(arguments)
+    if Path(args.out).exists() and not args.replace:
+        raise ValueError(f"out: {args.out} is there already, wanted a new folder, or --replace to write it anew")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     content = "messages" if args.messages else "text"
     flagged = [SourceConfig(kind=kind, path=path, content=content, field=args.field if kind != "text" else "", licence=", ".join(args.licence))

@@ -72,8 +72,8 @@ class Mixture:
                 continue
             saved, documents = state[name], self.sources[i].documents
             if saved["fingerprint"] != documents.fingerprint:
-                raise ValueError(f"state: source {name!r} was saved with fingerprint {saved['fingerprint']}, it has {documents.fingerprint} now: its documents "
-                                 "have changed; bring the old ones back, list the new ones under another name, or start a fresh run")
+                raise ValueError(f"state: source {name!r} was saved with fingerprint {saved['fingerprint'][:12]}, it has {documents.fingerprint[:12]} now: its "
+                                 "documents have changed; bring the old ones back, list the new ones under another name, or start a fresh run")
             if not 0 <= int(saved["next"]) <= len(documents):
                 raise ValueError(f"state: source {name!r} is at document {saved['next']} of its order, but has {len(documents)}; "
                                  "the state belongs to other data")

@@ -4,7 +4,8 @@ import base64
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from etils import epath
 
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #222; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }
@@ -46,12 +47,12 @@ class Section:
     parts: Sequence[str | Table | Picture | Verbatim]
 
 
-def write_report(path: str | Path, title: str, sections: Sequence[Section]) -> Path:
+def write_report(path: epath.PathLike, title: str, sections: Sequence[Section]) -> epath.Path:
     """Writes the sections under `title`. All text is escaped; pictures are inline."""
     body = "\n".join(f"<section><h2>{html.escape(s.heading)}</h2>\n" + "\n".join(map(_render, s.parts)) + "</section>" for s in sections)
     page = (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>\n<body><h1>{html.escape(title)}</h1>\n{body}\n</body></html>\n")
-    path = Path(path)
+    path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
     return path

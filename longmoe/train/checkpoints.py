@@ -43,15 +43,22 @@ def load_checkpoint(run_dir: epath.PathLike, step: int | None = None, *, mesh: M
     step: a step that was kept; None takes the newest complete one. mesh: where the variables go; None is the first device alone.
     Raises ValueError when there is no such checkpoint, or when it is damaged.
     """
+    step = kept_step(run_dir, step)
     directory = _absolute(RunPaths(epath.Path(run_dir)).checkpoints)
     steps = complete_steps(directory)
-    if not steps:
-        raise ValueError(f"run_dir: got {run_dir}, which has no complete checkpoint; wanted a folder that `longmoe train --run-dir` wrote")
-    step = steps[-1] if step is None else _one_of(step, steps, "step", directory)
     _check_whole(directory, step, steps, parts=("model", "record"))
     config = from_json(TrainConfig, json.dumps(_read(directory / str(step), record=ocp.args.JsonRestore())["record"]["config"]))
     like = abstract_train_state(config, make_mesh(MeshConfig(), jax.devices()[:1]) if mesh is None else mesh)
     return Loaded(config, _read(directory / str(step), model=ocp.args.StandardRestore(_parts(like)["model"]))["model"])
+
+
+def kept_step(run_dir: epath.PathLike, step: int | None = None) -> int:
+    """The newest step with a complete checkpoint, or `step` if it has one; ValueError where there is none, which lists those that there are."""
+    directory = _absolute(RunPaths(epath.Path(run_dir)).checkpoints)
+    steps = complete_steps(directory)
+    if not steps:
+        raise ValueError(f"run_dir: got {run_dir}, which has no complete checkpoint; wanted a folder that `longmoe train --run-dir` wrote")
+    return steps[-1] if step is None else _one_of(step, steps, "step", directory)
 
 
 class Checkpoints:

@@ -218,3 +218,5 @@ def _delete(paths: RunPaths) -> None:
     delete_checkpoints(paths.checkpoints)
     for path in (paths.run_json, paths.metrics, paths.log, paths.skipped_batches, paths.stages):
         path.unlink(missing_ok=True)
+    if paths.evaluations.exists():
+        paths.evaluations.rmtree()

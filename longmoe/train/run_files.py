@@ -51,6 +51,11 @@ class RunPaths:
         return self.root / "stages.json"
 
     @property
+    def evaluations(self) -> epath.Path:
+        """Folder of what was measured on its checkpoints."""
+        return self.root / "evaluations"
+
+    @property
     def skipped_batches(self) -> epath.Path:
         return self.root / "skipped_batches.json"
 

@@ -25,12 +25,15 @@ def files(documents, tmp_path):
 
 
 def test_build_then_inspect(files, capsys):
-    out = str(files / "out")
-    assert main(["data", "build", out, "--text", str(files / "text"), "--vocab-size", "280", "--licence", "MIT", "--licence", "ISC"]) == 0
+    out, licences = str(files / "out"), ("--licence", "MIT", "--licence", "ISC")
+    assert main(["data", "build", out, "--text", str(files / "text"), "--vocab-size", "280", *licences]) == 0
     said = capsys.readouterr().out
     assert "text (text; licence MIT, ISC): 60 documents; left out: 1 not UTF-8" in said and "heldout:" in said and "vocabulary 280" in said
     folder = read_token_folder(out)
     assert folder.meta["licences"] == ["MIT, ISC"] and folder.meta["name"] == "text"
+    assert main(["data", "build", out, "--text", str(files / "text")]) == 2 and "is there already" in capsys.readouterr().err
+    assert main(["data", "build", out, "--text", str(files / "text"), "--vocab-size", "290", "--replace", *licences]) == 0
+    capsys.readouterr()
     assert main(["data", "inspect", "--path", out, "--sequence-length", "20", "--batch-size", "3", "--batches", "2", "--rows", "4"]) == 0
     said = capsys.readouterr().out
     assert f"corpus (token_folder; licence MIT, ISC): {len(folder.train):,} documents" in said and "drawn 120 tokens (100.0%), epoch 0" in said
