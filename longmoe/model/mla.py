@@ -10,56 +10,30 @@ from longmoe.model.cache import MLACache, append_latents
 from longmoe.model.latent_attention import expand, latent_attention
 from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
 from longmoe.parallel.context import sharded_attention
-from longmoe.parallel.mesh import axis_size
+from longmoe.parallel.mesh import axis_size, is_distributed
 from longmoe.shapes import Array, Float, Hidden, Int
 
-QUERY_CHUNK = 1024
-"""Queries whose scores against all keys exist at one time."""
+WHOLE_ROWS = 1024
+"""Rows of up to so many tokens have all their scores at one time; longer ones go chunk by chunk (`latent_attention`)."""
 
 
 def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], scale: float,
                      runs: Int[Array, "B T"] | None = None, precision: jax.lax.Precision | None = None,
-                     query_chunk: int = QUERY_CHUNK, return_max_logits: bool = False) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
+                     return_max_logits: bool = False) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
     """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head); both float32.
 
-    runs: document of each token, 0 = padding (output 0). Scores are held for `query_chunk` queries at a time, in both directions. The largest
-    logits are over the pairs that the softmax sees, carry no gradient, and are float32's lowest number where there is no pair.
+    runs: document of each token, 0 = padding (output 0). The largest logits are over the pairs that the softmax sees, carry no gradient, and are
+    float32's lowest number where there is no pair.
     """
-    tokens = q.shape[1]
-    if tokens <= query_chunk:
-        return _attend(q, k, v, jnp.arange(tokens), runs, runs, scale, precision, return_max_logits)
-    chunks = -(-tokens // query_chunk)
-    pad = chunks * query_chunk - tokens
-
-    def cut(x: Array) -> Array:                                        # [chunks, B, query_chunk, ...]
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, query_chunk, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def one(chunk: tuple[Array, Array, Array | None]) -> tuple[Array, Array | None]:
-        q_chunk, positions, query_runs = chunk
-        return _attend(q_chunk, k, v, positions, query_runs, runs, scale, precision, return_max_logits)
-
-    positions = jnp.arange(chunks * query_chunk).reshape(chunks, query_chunk)
-    out, largest = jax.lax.map(one, (cut(q), positions, None if runs is None else cut(runs)))
-    out = jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *out.shape[3:])[:, :tokens]
-    return out, jnp.max(largest, axis=0) if return_max_logits else None
-
-
-def _attend(q: Array, k: Array, v: Array, positions: Array, query_runs: Array | None, key_runs: Array | None, scale: float,
-            precision: jax.lax.Precision | None, return_max_logits: bool) -> tuple[Array, Array | None]:
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide, precision=precision) * scale
-    mask = (jnp.arange(k.shape[1]) <= positions[:, None])[None]
-    if query_runs is not None:
-        mask = mask & (query_runs[:, :, None] == key_runs[:, None, :]) & (key_runs > 0)[:, None, :]
+    positions = jnp.arange(q.shape[1])
+    mask = (positions <= positions[:, None])[None]
+    if runs is not None:
+        mask = mask & (runs[:, :, None] == runs[:, None, :]) & (runs > 0)[:, None, :]
     weights, largest = _masked_softmax(scores, mask[:, None])
     out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v, preferred_element_type=wide, precision=precision)
-    if not return_max_logits:
-        return out, None
-    # The last chunk's queries past the end are zeros, whose logits are no token's.
-    largest = jnp.where((positions < k.shape[1])[:, None], largest, jnp.finfo(largest.dtype).min)
-    return out, jnp.max(largest, axis=(0, 2, 3))
+    return out, jnp.max(largest, axis=(0, 2, 3)) if return_max_logits else None
 
 
 def _masked_softmax(scores: Array, mask: Array) -> tuple[Array, Array]:
@@ -113,11 +87,12 @@ class MLA(nn.Module):
         return q.reshape(*x.shape[:2], mla.num_heads, -1)
 
     def _over_latents(self, q: Array, latent: Array, kv_b: Array, runs: Array | None, scale: float) -> tuple[Array, Array | None]:
-        """Attention of a pass without cache. Where devices share out the sequence, no device ever holds the keys and values of a whole row."""
+        """Attention of a pass without cache. The keys and values of a long row are never held whole, nor those of one that devices share out."""
         high, asked = precision(self.config), self.return_max_logits
-        if axis_size("context") > 1:
+        if axis_size("context") > 1 or q.shape[1] > WHOLE_ROWS:
             attention = functools.partial(latent_attention, scale=scale, precision=high, return_max_logits=asked)
-            return sharded_attention(attention, q, latent, kv_b, runs)
+            # On each shard by itself: chunks that cannot meet are passed over without asking other devices.
+            return sharded_attention(attention, q, latent, kv_b, runs) if is_distributed() else attention(q, latent, kv_b, runs, runs, 0)
         keys, values = expand(latent, kv_b, q.shape[-1], high)
         return causal_attention(q, keys, values, scale, runs, high, return_max_logits=asked)
 

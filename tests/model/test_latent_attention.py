@@ -1,4 +1,5 @@
 """Attention on latents in chunks against attention with all keys at once."""
+import dataclasses
 import functools
 
 import jax
@@ -6,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from longmoe import presets
 from longmoe.model.latent_attention import expand, latent_attention
-from longmoe.model.mla import causal_attention
+from longmoe.model.mla import MLA, causal_attention
 from pallas_kernels import document_runs
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
@@ -67,3 +69,26 @@ def test_chunks_that_cannot_meet_are_passed_over():
     x["latent"][:, :16] = np.nan
     o, _ = jax.jit(functools.partial(latent_attention, scale=0.3, query_chunk=8, key_chunk=8))(**x, runs=runs, key_runs=runs, start=0)
     assert np.isfinite(o[:, 16:]).all()
+
+
+def test_long_rows_of_the_layer_go_in_chunks(monkeypatch, key):
+    """The mixer gives the same whichever way a row is long enough for, largest logits included."""
+    config = dataclasses.replace(presets.nano().model, width=32)
+    module, x = MLA(config, return_max_logits=True), jax.random.normal(key, (2, 29, 32))
+    runs = document_runs(DOCUMENTS)
+    params = module.init(key, x, runs)["params"]
+    want, want_largest = module.apply({"params": params}, x, runs)[::2]
+    monkeypatch.setattr("longmoe.model.mla.WHOLE_ROWS", 16)
+    got, largest = module.apply({"params": params}, x, runs)[::2]
+    np.testing.assert_allclose(got, want, atol=1e-6 * float(jnp.abs(want).max()))
+    np.testing.assert_allclose(largest, want_largest, rtol=1e-6)
+
+
+def test_chunks_see_no_logit_of_what_fills_them_up():
+    x = {name: np.abs(value) for name, value in inputs().items()} | {"runs": None}
+    x["q"] = -x["q"]
+    want = jax.jit(whole)(**x)[1]
+    got = jax.jit(functools.partial(latent_attention, scale=0.3, precision=HIGH, query_chunk=8, key_chunk=5, return_max_logits=True))(
+        **x, key_runs=None, start=0)[1]
+    assert (want < 0).all()
+    np.testing.assert_allclose(got, want, rtol=1e-6)
