@@ -1,7 +1,8 @@
-"""The command line: longmoe train PRESET | eval RUN | generate RUN | report RUN ... | estimate PRESET | doctor | bench OPERATOR | data build OUT | data inspect
-| import-hf PATH | export-hf PATH.
+"""The command line: longmoe train PRESET | eval RUN | generate RUN | report RUN ... | estimate PRESET | doctor | bench OPERATOR | data build OUT
+| data long OUT | data inspect | import-hf PATH | export-hf PATH.
 
     longmoe data build data/mine --text path/to/files
+    longmoe data long planted.jsonl --text path/to/files --tokenizer data/mine
     longmoe train nano --run-dir runs/first --data.path data/mine --steps 1000
     longmoe train nano --run-dir runs/mix --data.sources mix.json --data.sources.0.weight 2.0
     longmoe train small --run-dir runs/long --stages stages.json

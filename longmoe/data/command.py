@@ -1,11 +1,13 @@
-"""longmoe data build | inspect.
+"""longmoe data build | long | inspect.
 
     longmoe data build data/mine --text path/to/files --vocab-size 4096 --licence MIT
     longmoe data build data/mix --sources mix.json --vocab-size 32768
+    longmoe data long long.jsonl --text path/to/files --tokenizer data/mine --most-tokens 65536
     longmoe data inspect --path data/mine --sequence-length 64
     longmoe data inspect --sources mix.json --tokenizer bytes --rows 4
 
-`build` writes a token folder from sources of text; without any, from the Python standard library. `inspect` shows what a run with the same
+`build` writes a token folder from sources of text; without any, from the Python standard library. `long` makes
+long documents of short files: whole folders, planted facts with questions, traces of a tool's use. `inspect` shows what a run with the same
 data flags would train on: counts a source, licences, and rows as text with what is no target between ⟦ and ⟧.
 """
 
@@ -24,6 +26,7 @@ import tyro
 from longmoe.configs import DataConfig, SourceConfig, from_json
 from longmoe.data.corpus import build_stdlib_corpus, build_token_folder
 from longmoe.data.loader import Batch, State, TextLoader, with_default_corpus
+from longmoe.data.long_command import long
 from longmoe.data.records import describe_left_out
 from longmoe.data.sources import Source, load_tokenizer, open_sources
 from longmoe.data.token_folder import TokenFolder
@@ -38,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if command in ("help", "-h", "--help"):
         print(__doc__)
         return 0
-    commands = {"build": _build, "inspect": _inspect}
+    commands = {"build": _build, "long": long, "inspect": _inspect}
     if command not in commands:
         raise ValueError(f"command: got {command!r}, wanted one of {', '.join(commands)}")
     commands[command](list(rest))

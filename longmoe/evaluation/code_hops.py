@@ -1,10 +1,10 @@
 """Multi-hop questions over code: functions in many files call one another, and only the last of a chain returns a constant."""
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
+from longmoe.data.planted import draw_numbers
+from longmoe.data.words import draw_pairs
 from longmoe.evaluation.examples import Draft, Place, TextTask
-from longmoe.evaluation.niah import draw_numbers
 from longmoe.evaluation.scoring import NUMBER, make_pattern_score
-from longmoe.evaluation.words import draw_pairs
 
 HOPS = (1, 2, 4)
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
+from longmoe.data.planted import NUM_NUMBERS, number
+from longmoe.data.words import NUM_PAIRS, pair
 from longmoe.evaluation.examples import Draft, Place, SizeError, TextTask
-from longmoe.evaluation.niah import NUM_NUMBERS, number
 from longmoe.evaluation.scoring import NUMBER, make_pattern_score
-from longmoe.evaluation.words import NUM_PAIRS, pair
 
 ASKS = 8
 _ACTIONS = ("checked", "copied", "restarted", "listed", "compared", "archived", "renamed", "measured")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longmoe.data.draws import Draws
 from longmoe.data.hashing import text_key
-from longmoe.evaluation.draws import Draws
 
 Count = Callable[[str], int]
 """A text's length in the tokens of the model that will read it, all that the model is given with it included."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
 from longmoe.evaluation.examples import Draft, Place, TextTask
 from longmoe.evaluation.scoring import list_score
 

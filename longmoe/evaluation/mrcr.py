@@ -4,11 +4,11 @@ import string
 
 import numpy as np
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
+from longmoe.data.words import ADJECTIVES, NOUNS
 from longmoe.evaluation.examples import Draft, Place, TextTask
 from longmoe.evaluation.haystack import insert
 from longmoe.evaluation.scoring import matched, repetition_score
-from longmoe.evaluation.words import ADJECTIVES, NOUNS
 
 NEEDLES = (2, 4, 8)
 FORMS = ("poem", "letter", "speech", "riddle", "recipe", "diary entry", "news item", "fable", "song", "review")

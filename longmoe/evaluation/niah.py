@@ -9,20 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
+from longmoe.data.planted import ABSENT, PREFACE, draw_numbers, needle, number_question
+from longmoe.data.words import draw_pairs
 from longmoe.evaluation.examples import Draft, Place, Score, TextExample, TextTask
 from longmoe.evaluation.haystack import NOISE, Essay, insert
 from longmoe.evaluation.scoring import NUMBER, UUID, make_pattern_score, names_exactly
-from longmoe.evaluation.words import draw_pairs
 
 ANSWER_TOKENS = 128
 DEPTHS = tuple(range(0, 101, 10))
 """Percent of the haystack's sentences before the needle: 0 puts it first, 100 right before the question."""
-ABSENT = "not stated"
 _DEPTH_POINTS = 40
 _DECOYS = 16
-NUM_NUMBERS = 9_000_000
-"""Numbers of seven digits."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +79,6 @@ def needle_tasks(essay: Essay, depths: Sequence[int] = DEPTHS) -> list[TextTask]
             task("needle_duplicate", "control", "duplicate", by_number)]
 
 
-def needle(kind: str, key: str, value: str) -> str:
-    """The sentence that is planted; kind is "number" or "uuid"."""
-    return f"One of the special magic {kind}s for {key} is: {value}."
-
-
-def draw_numbers(draws: Draws, count: int) -> list[str]:
-    """Different numbers of seven digits."""
-    return [number(place) for place in draws.distinct(NUM_NUMBERS, count).tolist()]
-
-
-def number(place: int) -> str:
-    """The number of seven digits at a place below NUM_NUMBERS."""
-    return str(1_000_000 + place)
-
-
 def draw_uuids(draws: Draws, count: int) -> list[str]:
     """Random uuids of version 4 (RFC 9562)."""
     return [str(uuid.UUID(int=high << 64 | low, version=4)) for high, low in draws.bits(count, 2).tolist()]
@@ -148,9 +131,7 @@ def _grid(kind: Literal["present", "absent", "duplicate"], essay: Essay, depths:
         sentences = insert(sentences, [at], [needle("number", key, value)])
     elif kind == "duplicate":
         sentences = insert(sentences, [draws.integer(at + 1), at], [needle("number", key, other), needle("number", key, value)])
-    prompt = (f"The text below is followed by a question. If the text gives a key more than one special magic number, the last one counts. "
-              f"If it gives none, the answer is: {ABSENT}.\n{' '.join(sentences)}\n"
-              f"What is the special magic number for {key}? The special magic number for {key} is")
+    prompt = f"{PREFACE}\n{' '.join(sentences)}\n{number_question(key)}"
     answers, candidates = {"present": ((value,), tuple(decoys)), "absent": ((ABSENT,), tuple(decoys)), "duplicate": ((value,), (value, other))}[kind]
     return Draft(prompt, answers, candidates, {"depth": float(depth), "keys": (key,)})
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
+from longmoe.data.words import draw_words
 from longmoe.evaluation.examples import Draft, Place, SizeError, TextTask
 from longmoe.evaluation.haystack import NOISE, Essay, insert
 from longmoe.evaluation.niah import VARIANTS, niah_tasks
 from longmoe.evaluation.scoring import VARIABLE, make_pattern_score, word_score
-from longmoe.evaluation.words import draw_words
 
 TASKS = (*(variant.name for variant in VARIANTS), "vt", "cwe", "fwe")
 """Names of the eleven tasks, in RULER's order."""

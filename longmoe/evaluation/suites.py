@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from longmoe.data.draws import Draws
 from longmoe.data.hashing import text_key
 from longmoe.evaluation.code_hops import code_hop_tasks
 from longmoe.evaluation.consistency import consistency_task
-from longmoe.evaluation.draws import Draws
 from longmoe.evaluation.examples import Count, Example, Score, SizeError, Task, TextTask, make_examples
 from longmoe.evaluation.graph_walks import graph_walk_tasks
 from longmoe.evaluation.haystack import Essay

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
 from longmoe.evaluation.examples import SizeError, TokenTask, make_examples
 
 Row = tuple[np.ndarray, np.ndarray, np.ndarray]

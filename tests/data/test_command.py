@@ -56,7 +56,7 @@ def test_a_built_mixture_holds_the_masks(files, capsys):
 
 
 @pytest.mark.parametrize("arguments, says", [
-    (["data", "bild"], "command: got 'bild', wanted one of build, inspect"), (["data", "inspect", "--path", "/nowhere"], "no folder"),
+    (["data", "bild"], "command: got 'bild', wanted one of build, long, inspect"), (["data", "inspect", "--path", "/nowhere"], "no folder"),
     (["data", "inspect", "--sources"], "sources: got nothing"), (["data", "inspect", "--task", "associative_recall"], "wanted 'text'"),
     (["data", "build", "x", "--text", "/nowhere"], "does not exist"),
     (["train", "nano", "--run-dir", "x", "--data.sources", "/nowhere"], "cannot be read as JSON")])

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_tasks import ESSAY, NEEDLE, TEXT_TASKS, TOKEN_TASKS, count, samples, solve
 
+from longmoe.data.draws import Draws
+from longmoe.data.planted import draw_numbers
 from longmoe.data.tokenizer import Tokenizer
+from longmoe.data.words import ADJECTIVES, NOUNS, NUM_PAIRS, draw_pairs, draw_words
 from longmoe.evaluation.consistency import consistency, consistency_task
-from longmoe.evaluation.draws import Draws
 from longmoe.evaluation.examples import MAX_SEARCH_STEPS, SizeError, make_examples
 from longmoe.evaluation.haystack import Essay, default_essay, insert
-from longmoe.evaluation.niah import draw_numbers, draw_uuids, needle_tasks
+from longmoe.evaluation.niah import draw_uuids, needle_tasks
 from longmoe.evaluation.statistics import wilson
 from longmoe.evaluation.suites import cells, make_guesses, oracle_answers, run_tasks
 from longmoe.evaluation.synthetic import make_batches, mqar_task
-from longmoe.evaluation.words import ADJECTIVES, NOUNS, NUM_PAIRS, draw_pairs, draw_words
 
 TASKS = {**TEXT_TASKS, **TOKEN_TASKS}
 LENGTHS = [1024, 8192, 65536]

@@ -1,6 +1,6 @@
 """Words that keys and lists are made of. No word occurs inside another, so that one answer is never part of another one."""
 
-from longmoe.evaluation.draws import Draws
+from longmoe.data.draws import Draws
 
 ADJECTIVES = tuple("""
 able agile alert amber ample ancient arid azure bashful benign bitter blithe bold brave brief bright brisk broad bronze calm candid careful cedarn chalky
