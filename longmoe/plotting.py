@@ -113,6 +113,9 @@ def context_gain(series: Mapping[str, tuple[Sequence[int], Sequence[float], Sequ
         axes.errorbar(contexts, gains, yerr=np.nan_to_num(half_widths), color=color, marker="o", markersize=4, capsize=3, label=name)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xlabel="tokens of context before the scored ones", ylabel="gain (nats per token)", xscale="log")
+    shown = sorted({context for contexts, _, _ in series.values() for context in contexts})
+    axes.set_xticks(shown, [f"{context:,}" for context in shown])
+    axes.minorticks_off()
     axes.legend()
     return figure
 
