@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from longmoe.data.token_folder import read_token_folder
 from longmoe.evaluation.statistics import student
 from longmoe.evaluation.text import evaluate_batches, make_loss_function
 from longmoe.train.metrics import read_lines
+from longmoe.train.run_files import commit, versions
 
 Figures = dict[str, Any]
 """Name -> a number, or a list of numbers that is as long in every run of an arm."""
@@ -53,12 +55,10 @@ class Trained:
     """Arm -> the lines of metrics.jsonl, in the order of the seeds."""
     seconds: float
     """On the device: training with compilation, and measuring, over every call that worked on these runs and was not killed."""
-    made_with: dict[str, Any]
-    """Versions, commit and device of the run that was looked at last."""
 
 
 def text_config(size: str, corpus: Path) -> TrainConfig:
-    """The text run that arms are made from: cpu is the demo's, h200 a wider one whose shapes the Hopper kernels take, smoke two thin layers for tests."""
+    """The text run that arms are made from: cpu is the demo's, h200 a wider one whose shapes the Hopper kernels take, smoke one layer for tests."""
     if size == "h200":
         model = ModelConfig(
             width=384, num_layers=8, use_final_mla=False, dense_dim=1536, dtype="bfloat16", init_std=0.02,
@@ -71,7 +71,7 @@ def text_config(size: str, corpus: Path) -> TrainConfig:
             checkpoint=dataclasses.replace(cfg.checkpoint, every=300, keep=1))
     cfg = demo.text_config(corpus, demo.SMOKE if size == "smoke" else demo.Budget())
     if size == "smoke":
-        model = dataclasses.replace(cfg.model, num_layers=2, mla_every=2, use_final_mla=False)
+        model = dataclasses.replace(cfg.model, num_layers=1, mla_every=1, dense_layers=0)
         cfg = dataclasses.replace(cfg, model=model, steps=4, data=dataclasses.replace(cfg.data, sequence_length=128),
                                   optim=dataclasses.replace(cfg.optim, optimizer="adamw"))
     return cfg
@@ -85,19 +85,23 @@ def with_model(cfg: TrainConfig, **changes: Any) -> TrainConfig:
 def train(configs: Mapping[str, TrainConfig], seeds: Sequence[int], run_dir: Path, measure: Callable[[Run], Figures]) -> Trained:
     """Trains and measures every arm under every seed. What was trained or measured before, under the same config, is read back."""
     share_programs(run_dir)
-    figures, lines, seconds, made_with = {}, {}, 0.0, {}
+    figures, lines, seconds = {}, {}, 0.0
     for arm, cfg in configs.items():
         figures[arm], lines[arm] = [], []
         for seed in seeds:
-            folder, seeded = run_dir / arm / f"seed_{seed}", dataclasses.replace(cfg, seed=seed)
-            with _clocked(folder / "seconds.json") as clock:
+            folder, seeded = run_dir / folder_name(arm) / f"seed_{seed}", dataclasses.replace(cfg, seed=seed)
+            with clocked(folder / "seconds.json") as clock:
                 fitted = longmoe.fit(seeded, str(folder))
                 run = Run(arm, seed, seeded, demo.variables_of(fitted.state))
-                figures[arm].append(_once(folder / "figures.json", to_json(seeded), lambda: measure(run)))  # noqa: B023
+                figures[arm].append(once(folder / "figures.json", to_json(seeded), lambda: measure(run)))  # noqa: B023
             seconds += clock[0]
             lines[arm].append(read_lines(Path(fitted.paths.metrics)))
-            made_with = {name: json.loads(fitted.paths.run_json.read_text())[name] for name in ("versions", "commit", "device")}
-    return Trained(figures, lines, seconds, made_with)
+    return Trained(figures, lines, seconds)
+
+
+def folder_name(arm: str) -> str:
+    """The arm's name without what file systems and shells take amiss: 7:1 becomes 7_1."""
+    return re.sub(r"[^A-Za-z0-9_]+", "_", arm)
 
 
 def share_programs(run_dir: Path) -> None:
@@ -157,15 +161,18 @@ def curve(runs: Sequence[Sequence[Mapping[str, Any]]], name: str = "loss", windo
     return plotting.Band([steps[end - 1] for end in ends], *bounds(found))
 
 
-def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3) -> argparse.Namespace:
-    """The options of every experiment on arms; builds the corpus where it is missing. `size` is smoke under --smoke, `seeds` a range."""
+def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
+          add: Callable[[argparse.ArgumentParser], Any] = lambda parser: None) -> argparse.Namespace:
+    """The options of every experiment on arms, and those that `add` adds; builds the corpus where it is missing. `size` is smoke under --smoke, `seeds` a
+    range."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--corpus", type=Path, default=Path("runs/demo/corpus"))
     parser.add_argument("--run-dir", type=Path, default=Path("runs") / name)
     parser.add_argument("--out", type=Path, help=f"where the results go, with {name}.png beside them (default: RUN_DIR/results.json)")
     parser.add_argument("--size", choices=SIZES, default="cpu", help="cpu: the demo's model; h200: a wider one for one GPU")
     parser.add_argument("--seeds", type=int, default=seeds, help="how many seeds, from 0")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of two thin layers, one seed, for tests")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of a layer or two, one seed, for tests")
+    add(parser)
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds: got {args.seeds}, wanted at least 1")
@@ -178,10 +185,10 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3) ->
     return args
 
 
-def write_results(args: argparse.Namespace, trained: Sequence[Trained], results: Mapping[str, Any], figure: bytes) -> None:
-    """Writes `results`, with what they were made by, to --out and the figure beside it, and prints them."""
-    record = dict(command=args.command, size=args.size, seeds=list(args.seeds), device_minutes=round(sum(part.seconds for part in trained) / 60, 1),
-                  run=trained[-1].made_with)
+def write_results(args: argparse.Namespace, seconds: float, results: Mapping[str, Any], figure: bytes) -> None:
+    """Writes `results`, with what they were made by and on, to --out and the figure beside it. seconds: on the device."""
+    record = dict(command=args.command, size=args.size, seeds=list(args.seeds), device_minutes=round(seconds / 60, 1),
+                  run=dict(versions=versions(), commit=commit(), device=jax.devices()[0].device_kind))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**results, **record}, indent=1, allow_nan=False) + "\n")
     args.out.with_name(f"{args.name}.png").write_bytes(figure)
@@ -189,7 +196,7 @@ def write_results(args: argparse.Namespace, trained: Sequence[Trained], results:
 
 
 @contextmanager
-def _clocked(path: Path) -> Iterator[list[float]]:
+def clocked(path: Path) -> Iterator[list[float]]:
     """Adds the seconds inside to those that `path` holds; the list gets the sum as its first element at the end."""
     total, began = [json.loads(path.read_text()) if path.exists() else 0.0], time.monotonic()
     try:
@@ -200,11 +207,12 @@ def _clocked(path: Path) -> Iterator[list[float]]:
         path.write_text(json.dumps(round(total[0], 3)))
 
 
-def _once(path: Path, depends_on: str, measure: Callable[[], Figures]) -> Figures:
+def once(path: Path, depends_on: str, measure: Callable[[], Figures]) -> Figures:
     """What `measure` gives, kept in `path` for the next call with the same `depends_on`."""
     digest = hashlib.sha256(depends_on.encode()).hexdigest()
     kept = json.loads(path.read_text()) if path.exists() else {}
     if kept.get("depends_on") != digest:
         kept = {"depends_on": digest, "figures": measure()}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(kept, indent=1))
     return kept["figures"]

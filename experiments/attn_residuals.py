@@ -30,7 +30,8 @@ def variants(size: str, corpus: Path) -> dict[str, TrainConfig]:
     cfg = arms.text_config(size, corpus)
     layers, width = {"smoke": (2, 32), "cpu": (12, 64), "h200": (24, 256)}[size]
     # The mimetic start gives KDA's output projection a shape of its own: here all sublayers begin alike.
-    thin = dict(num_layers=layers, dense_layers=layers, width=width, dense_dim=2 * width, init="normal", use_final_mla=False)
+    thin = dict(num_layers=layers, dense_layers=layers, width=width, dense_dim=2 * width, init="normal", use_final_mla=False,
+                mla_every=1 if size == "smoke" else cfg.model.mla_every)
     if size != "h200":
         thin |= dict(kda=KDAConfig(num_heads=2, head_dim=16), mla=MLAConfig(num_heads=2, q_lora_rank=24, kv_lora_rank=16, nope_dim=16, rope_dim=8, v_dim=16))
     residuals = {BASE: ResidualConfig("plain"), **{f"blocks of {n}": ResidualConfig("block", n) for n in BLOCKS[size]}, "full": ResidualConfig("full")}
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: measure(run, heldout_batches))
     summaries = arms.summaries(trained.figures)
     results = dict(arms=summaries, base=BASE, differences=arms.differences(trained.figures, BASE, ("heldout_loss", "bits_per_byte")))
-    arms.write_results(args, [trained], results, figure(trained, summaries))
+    arms.write_results(args, trained.seconds, results, figure(trained, summaries))
 
 
 if __name__ == "__main__":

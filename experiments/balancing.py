@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     summaries = arms.summaries({arm: [last_fifth(lines) for lines in runs] for arm, runs in trained.lines.items()})
     level = {arm: float(np.mean(found["max_violation"]["mean"])) for arm, found in summaries.items()}
     ratios = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}
-    arms.write_results(args, [trained], dict(arms=summaries, ratio_to_none=ratios), figure(trained))
+    arms.write_results(args, trained.seconds, dict(arms=summaries, ratio_to_none=ratios), figure(trained))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     summaries = arms.summaries(trained.figures)
     differences = arms.differences(trained.figures, BASE, ("heldout_loss", "bits_per_byte"))
     results = dict(arms=summaries, base=BASE, differences=differences)
-    arms.write_results(args, [trained], results, figure(summaries, differences))
+    arms.write_results(args, trained.seconds, results, figure(summaries, differences))
 
 
 if __name__ == "__main__":
