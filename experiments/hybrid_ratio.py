@@ -39,7 +39,7 @@ PARTS = ("text", "recall", "decode")
 RATIOS = {"all KDA": 0, "7:1": 8, "3:1": 4, "1:1": 2, "all MLA": 1}
 """Arm -> mla_every."""
 LAYERS, BASE, NUM_PAIRS = 8, "3:1", 16
-CONTEXTS = {"smoke": (64, 128), "cpu": (256, 1024, 4096), "h200": (8192, 65536, 262144, 1048576)}
+CONTEXTS = {"smoke": (64,), "cpu": (256, 1024, 4096), "h200": (8192, 65536, 262144, 1048576)}
 
 
 def text_arms(size: str, corpus: Path) -> dict[str, TrainConfig]:
