@@ -143,7 +143,8 @@ def summaries(figures: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, F
 
 def differences(figures: Mapping[str, Sequence[Figures]], base: str, names: Sequence[str]) -> dict[str, dict[str, Figures]]:
     """Arm -> figure -> `summary` of the arm minus `base` under the same seed: what seeds share, such as the order of the documents, cancels."""
-    return {arm: {name: summary([run[name] - other[name] for run, other in zip(runs, figures[base], strict=True)]) for name in names}
+    minus = lambda value, other: (np.asarray(value, float) - np.asarray(other, float)).tolist()
+    return {arm: {name: summary([minus(run[name], other[name]) for run, other in zip(runs, figures[base], strict=True)]) for name in names}
             for arm, runs in figures.items() if arm != base}
 
 

@@ -32,6 +32,8 @@ def test_differences_are_paired_by_seed():
     assert found["changed"]["loss"]["values"] == pytest.approx([1.1, 0.9, 1.0])
     assert found["changed"]["loss"]["high"] - found["changed"]["loss"]["mean"] == pytest.approx(T2 * 0.1 / 3**0.5, rel=1e-4)
     assert arms.summaries(figures)["base"]["loss"]["mean"] == 20.0
+    by_position = {"base": [{"bins": [1.0, 2.0]}], "changed": [{"bins": [1.5, 1.0]}]}
+    assert arms.differences(by_position, "base", ["bins"])["changed"]["bins"]["mean"] == [0.5, -1.0]
     with pytest.raises(ValueError):
         arms.differences({**figures, "changed": figures["changed"][:2]}, "base", ["loss"])
 
