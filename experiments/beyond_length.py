@@ -33,9 +33,10 @@ DOCUMENTS = {"smoke": 2, "cpu": 18, "h200": 7}
 FIRST_EDGE = 32
 """Positions below it are one bin: their loss is that of a document's beginning."""
 THETA = 10000.0
-COMPARED = (("hybrid NoPE, staged", "hybrid NoPE, short"), ("hybrid RoPE, staged", "hybrid RoPE, short"), ("hybrid RoPE, short", "hybrid NoPE, short"),
-            ("all MLA RoPE, short", "all MLA NoPE, short"))
-"""(arm, the arm that it is compared with)."""
+COMPARED = {
+    "stages minus short, NoPE": ("hybrid NoPE, staged", "hybrid NoPE, short"), "stages minus short, RoPE": ("hybrid RoPE, staged", "hybrid RoPE, short"),
+    "RoPE minus NoPE, hybrid": ("hybrid RoPE, short", "hybrid NoPE, short"), "RoPE minus NoPE, all MLA": ("all MLA RoPE, short", "all MLA NoPE, short")}
+"""Difference -> (arm, the arm that is taken from it)."""
 
 
 def variants(size: str, corpus: Path) -> dict[str, TrainConfig]:
@@ -76,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "beyond_length")
     trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: measure(run, args.size))
     summaries = arms.summaries(trained.figures)
-    differences = {f"{arm} minus {base}": arms.differences({name: trained.figures[name] for name in (arm, base)}, base, ("by_position",))[arm]["by_position"]
-                   for arm, base in COMPARED}
+    differences = {name: arms.differences({of: trained.figures[of] for of in (arm, base)}, base, ("by_position",))[arm]["by_position"]
+                   for name, (arm, base) in COMPARED.items()}
     results = dict(edges=edges(args.size), trained_on=LENGTHS[args.size], arms=summaries, differences=differences)
     arms.write_results(args, trained.seconds, results, figure(args.size, summaries, differences))
 

@@ -47,7 +47,7 @@ def figure(summaries: dict[str, dict[str, arms.Figures]], differences: dict[str,
     rows = lambda table: {arm: tuple(map(float, arms.bounds(found["heldout_loss"]))) for arm, found in table.items()}
     return plotting.png(plotting.interval_panels([
         plotting.Intervals("held-out loss (nats per token)", rows(summaries)),
-        plotting.Intervals(f"held-out loss minus that of the {BASE}, same seed (nats per token)", rows(differences), 0.0)]))
+        plotting.Intervals(f"minus the {BASE}, same seed (nats per token)", rows(differences), 0.0)]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

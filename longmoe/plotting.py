@@ -95,13 +95,14 @@ def band_panels(panels: Sequence[Panel]) -> Figure:
     """Lines with the shaded intervals about them, a panel below the other."""
     figure = Figure(figsize=(_WIDTH, 0.5 + 2.5 * len(panels)), layout="constrained")
     names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
-    colors = dict(zip(names, PALETTE * (1 + len(names) // len(PALETTE))))
+    styles = {name: dict(color=PALETTE[i % len(PALETTE)], linestyle=("-", "--", ":")[i // len(PALETTE) % 3]) for i, name in enumerate(names)}
     for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels):
         for name, band in panel.bands.items():
-            axes.plot(band.x, band.mean, color=colors[name], label=name, marker="o" if len(band.x) < 30 else None, markersize=3)
-            axes.fill_between(band.x, np.asarray(band.low, float), np.asarray(band.high, float), color=colors[name], alpha=0.2, linewidth=0)
+            axes.plot(band.x, band.mean, **styles[name], label=name, marker="o" if len(band.x) < 30 else None, markersize=3)
+            axes.fill_between(band.x, np.asarray(band.low, float), np.asarray(band.high, float), color=styles[name]["color"], alpha=0.2, linewidth=0)
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
-        axes.legend(ncols=3, fontsize=7)
+        # A legend wider than its axes would take the layout's whole width from them.
+        axes.legend(ncols=max(1, min(3, 75 // (6 + max(map(len, panel.bands))))), fontsize=7)
         _tidy(axes)
     figure.align_ylabels()
     return figure
