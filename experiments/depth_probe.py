@@ -6,8 +6,8 @@ later layers read it: through the sum of a plain residual, or through every mixt
 mix this up with the size of the layer's own activations; and `perturb` or `sow` would have to be written into the model.
 """
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,7 +17,7 @@ import numpy as np
 
 from longmoe.configs import ModelConfig
 from longmoe.model.depth import unstack_layers
-from longmoe.model.lm import LongMoE
+from longmoe.model.lm import RUN_ONCE, LongMoE
 
 Sites = dict[str, jax.Array]
 SUBLAYERS = {"kda": "attn", "mla": "attn", "mlp": "ffn", "moe": "ffn"}
@@ -33,7 +33,7 @@ class Depths(NamedTuple):
     """Of the mean loss with respect to `outputs`."""
 
 
-@cache
+@functools.cache
 def make_probe(model_config: ModelConfig) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Depths]:
     """(variables in either layout, batch) -> Depths, compiled once for each batch shape. Layers are not scanned here: each has sites of its own."""
     model = LongMoE(dataclasses.replace(model_config, scan_layers=False, remat="none"))
@@ -61,7 +61,7 @@ def make_probe(model_config: ModelConfig) -> Callable[[Mapping[str, Any], Mappin
         weights = batch["loss_weights"]
         return jnp.sum(nll * weights) / jnp.sum(weights), (inputs, outputs)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=RUN_ONCE)
     def probe(variables: Mapping[str, Any], batch: Mapping[str, jax.Array]) -> Depths:
         zero = jnp.zeros((*batch["tokens"].shape, model_config.width), jnp.dtype(model_config.dtype))
         zeros = {f"layer_{layer:02d}/{kind}": zero for layer in range(model_config.num_layers) for kind in ("attn", "ffn")}
