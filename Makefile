@@ -48,7 +48,8 @@ smoke: $(VENV)/.installed
 	rm -rf build/smoke
 	$(PY) experiments/demo.py --smoke --run-dir build/smoke/demo
 	$(PY) experiments/longer_text.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/longer_text
-	$(PY) experiments/balancing.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/balancing
+	for name in balancing attn_residuals hybrid_ratio one_part beyond_length; do \
+	  $(PY) experiments/$$name.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/$$name || exit 1; done
 
 wheel: $(VENV)/.installed
 	rm -rf build/wheel build/wheel-env

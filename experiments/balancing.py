@@ -1,25 +1,20 @@
 """Which way of balancing experts keeps them even on real text, and at what price? The demo's text run under each balancer, same seed and data.
 
-    python experiments/balancing.py --corpus runs/demo/corpus [--run-dir runs/balancing] [--out results.json] [--smoke]
+    python experiments/balancing.py --corpus runs/demo/corpus [--run-dir runs/balancing] [--out results.json] [--size cpu|h200] [--seeds 1] [--smoke]
 
-About 20 minutes on 2 CPU cores. Expected: MaxVio under Quantile Balancing, mean over the last fifth of the steps, below a third of the run without
-balancing, at the same loss. Writes results.json, and balancing.png (loss, MaxVio and dead experts of every arm) beside it.
+About 20 minutes on 2 CPU cores for one seed. Expected: MaxVio under Quantile Balancing, mean over the last fifth of the steps, below a third of the run
+without balancing, at the same loss. Writes results.json, and balancing.png (loss, MaxVio and dead experts of every arm over the steps) beside it.
 """
-import argparse
 import dataclasses
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import arms
 import numpy as np
-from demo import SMOKE, Budget, prepare_corpus, text_config
 
-import longmoe
 from longmoe import plotting
-from longmoe.configs import MoEConfig, TrainConfig
-from longmoe.train.metrics import read_lines
+from longmoe.configs import TrainConfig
 
 ARMS: dict[str, dict[str, Any]] = {
     "quantile": dict(balancer="quantile"),
@@ -30,52 +25,35 @@ ARMS: dict[str, dict[str, Any]] = {
     "load_ema": dict(balancer="load_ema"),
 }
 """Arm -> what it changes in MoEConfig."""
+FIGURES = ("loss", "max_violation", "dead_experts", "load_entropy")
 
 
-def arm_config(corpus: Path, arm: str, smoke: bool) -> TrainConfig:
-    cfg = text_config(corpus, SMOKE if smoke else Budget())
-    moe: MoEConfig = dataclasses.replace(cfg.model.moe, **ARMS[arm])
-    # Five programs are compiled: two layers, one of them with experts, are enough to try every arm.
-    depth = dict(num_layers=2, mla_every=2) if smoke else {}
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, moe=moe, **depth))
+def variants(size: str, corpus: Path) -> dict[str, TrainConfig]:
+    cfg = arms.text_config(size, corpus)
+    return {arm: arms.with_model(cfg, moe=dataclasses.replace(cfg.model.moe, **change)) for arm, change in ARMS.items()}
 
 
-def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def last_fifth(lines: Sequence[dict[str, Any]]) -> arms.Figures:
     """Means over the last fifth of the steps; one number a MoE layer where there are layers."""
     tail = lines[-max(1, len(lines) // 5):]
-    mean = lambda name: np.mean([line[name] for line in tail], axis=0).round(4).tolist()
-    return dict(steps=lines[-1]["step"], **{name: mean(name) for name in ("loss", "max_violation", "dead_experts", "load_entropy")})
+    return {name: np.mean([line[name] for line in tail], axis=0).tolist() for name in FIGURES}
 
 
-def figure(lines: dict[str, Sequence[dict[str, Any]]]) -> bytes:
+def figure(trained: arms.Trained) -> bytes:
     """Loss, and the means over layers of MaxVio and of dead experts, over steps."""
-    series = lambda name: {arm: [np.mean(line[name]) for line in found] for arm, found in lines.items()}
-    panels = {"loss (nats per token)": series("loss"), "MaxVio, mean of layers": series("max_violation"),
-              "dead experts, mean of layers": series("dead_experts")}
-    return plotting.png(plotting.compare_runs({arm: [line["step"] for line in found] for arm, found in lines.items()}, panels))
+    labels = {"loss": "loss (nats per token)", "max_violation": "MaxVio, mean of layers", "dead_experts": "dead experts, mean of layers"}
+    return plotting.png(plotting.band_panels([
+        plotting.Panel("step", label, {arm: arms.curve(lines, name) for arm, lines in trained.lines.items()}) for name, label in labels.items()]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--corpus", type=Path, default=Path("runs/demo/corpus"))
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/balancing"))
-    parser.add_argument("--out", type=Path, help="where the results go (default: RUN_DIR/results.json)")
-    parser.add_argument("--smoke", action="store_true", help="a few steps of two layers, for tests")
-    args = parser.parse_args(argv)
-    prepare_corpus(args.corpus)
-    lines = {}
-    for arm in ARMS:
-        run = longmoe.fit(arm_config(args.corpus, arm, args.smoke), str(args.run_dir / arm))
-        lines[arm] = read_lines(run.paths.metrics)
-    results: dict[str, Any] = {arm: summary(found) for arm, found in lines.items()}
-    level = {arm: float(np.mean(results[arm]["max_violation"])) for arm in ARMS}
-    results["ratio_to_none"] = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}
-    results["command"] = " ".join(["python", "experiments/balancing.py", *(sys.argv[1:] if argv is None else argv)])
-    results["run"] = {name: json.loads(run.paths.run_json.read_text())[name] for name in ("versions", "commit", "device")}
-    out = args.out or args.run_dir / "results.json"
-    out.write_text(json.dumps(results, indent=1) + "\n")
-    out.with_name("balancing.png").write_bytes(figure(lines))
-    print(json.dumps({name: results[name] for name in (*ARMS, "ratio_to_none")}, indent=1))
+    args = arms.parse(argv, __doc__, "balancing", seeds=1)
+    # All figures are of the training itself: nothing is measured behind it.
+    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: {})
+    summaries = arms.summaries({arm: [last_fifth(lines) for lines in runs] for arm, runs in trained.lines.items()})
+    level = {arm: float(np.mean(found["max_violation"]["mean"])) for arm, found in summaries.items()}
+    ratios = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}
+    arms.write_results(args, trained.seconds, dict(arms=summaries, ratio_to_none=ratios), figure(trained))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Colours are Okabe and Ito's (distinct for colour-blind readers); maps run from l
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +14,32 @@ from matplotlib.figure import Figure
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _MAP = "cividis"
 _WIDTH = 6.4
+
+
+class Band(NamedTuple):
+    """A line and the interval about it, a number each for every x; NaN bounds leave the interval out."""
+    x: Sequence[float]
+    mean: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+class Panel(NamedTuple):
+    """One of several plots below each other."""
+    xlabel: str
+    ylabel: str
+    bands: Mapping[str, Band]
+    """A name has one colour in all panels of a figure."""
+    xscale: str = "linear"
+    yscale: str = "linear"
+
+
+class Intervals(NamedTuple):
+    """One of several plots below each other: a row for each name with the (mean, low, high) of its interval."""
+    xlabel: str
+    rows: Mapping[str, tuple[float, float, float]]
+    line: float | None = None
+    """Marks a value, such as no difference."""
 
 
 def png(figure: Figure, dpi: int = 120) -> bytes:
@@ -61,6 +88,38 @@ def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mappin
     rows[-1].set(xlabel="step")
     rows[0].legend(ncols=3, fontsize=8)
     figure.align_ylabels()
+    return figure
+
+
+def band_panels(panels: Sequence[Panel]) -> Figure:
+    """Lines with the shaded intervals about them, a panel below the other."""
+    figure = Figure(figsize=(_WIDTH, 0.5 + 2.5 * len(panels)), layout="constrained")
+    names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
+    styles = {name: dict(color=PALETTE[i % len(PALETTE)], linestyle=("-", "--", ":")[i // len(PALETTE) % 3]) for i, name in enumerate(names)}
+    for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels):
+        for name, band in panel.bands.items():
+            axes.plot(band.x, band.mean, **styles[name], label=name, marker="o" if len(band.x) < 30 else None, markersize=3)
+            axes.fill_between(band.x, np.asarray(band.low, float), np.asarray(band.high, float), color=styles[name]["color"], alpha=0.2, linewidth=0)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
+        # A legend wider than its axes would take the layout's whole width from them.
+        axes.legend(ncols=max(1, min(3, 75 // (6 + max(map(len, panel.bands))))), fontsize=7)
+        _tidy(axes)
+    figure.align_ylabels()
+    return figure
+
+
+def interval_panels(panels: Sequence[Intervals]) -> Figure:
+    """Means with the bars of their intervals, a panel below the other; NaN bounds leave the bar out."""
+    heights = [0.8 + 0.3 * len(panel.rows) for panel in panels]
+    figure = Figure(figsize=(_WIDTH, 0.4 + sum(heights)), layout="constrained")
+    for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0], panels):
+        for place, (mean, low, high) in enumerate(panel.rows.values()):
+            axes.errorbar([mean], [place], xerr=np.nan_to_num([[mean - low], [high - mean]]), color=PALETTE[0], marker="o", markersize=4, capsize=3)
+        if panel.line is not None:
+            axes.axvline(panel.line, color="black", linewidth=0.8)
+        axes.set(xlabel=panel.xlabel, ylabel="arm", yticks=range(len(panel.rows)), ylim=(len(panel.rows) - 0.5, -0.5))
+        axes.set_yticklabels(list(panel.rows), fontsize=8)
+        _tidy(axes)
     return figure
 
 

@@ -20,7 +20,7 @@ import pytest
 # "fast" is what `make test` runs, "slow" what `make check` adds.
 BUDGETS = {
     "fast": {"pallas_kernels": 300, "model": 280, "train": 300, "inference": 120, "multidevice": 120, "top": 270, "data": 30, "evaluation": 60,
-             "balancing": 45, "oracle": 150, "interop": 90},
+             "balancing": 45, "oracle": 150, "interop": 90, "experiments": 60},
     "slow": {"pallas_kernels": 540, "multidevice": 660, "model": 300, "train": 300, "inference": 300, "oracle": 420, "top": 420},
 }
 DEFAULT_BUDGETS = {"fast": 120, "slow": 240}
@@ -30,7 +30,7 @@ REFERENCE_SECONDS = 1.35
 """What `reference_seconds` gave there, one in each of two processes. A slower machine gets proportionally more of everything."""
 ENOUGH = 1.5
 """Over its budget by more than this, a room fails the suite; below, it is only told: on shared cores the same tests vary that much."""
-QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "top"}
+QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "experiments", "top"}
 """Rooms whose time is compilation: XLA leaves out its expensive passes there. The operators' rooms are compiled as users compile them."""
 
 _spent: dict[tuple[str, str], float] = defaultdict(float)

@@ -31,7 +31,7 @@ class KDAConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MLAConfig:
-    """Gated multi-head latent attention without positional encoding."""
+    """Gated multi-head latent attention, without positional encoding unless rope_theta is set."""
     num_heads: int = 4
     """Heads H."""
     q_lora_rank: int | None = 48
@@ -41,16 +41,21 @@ class MLAConfig:
     nope_dim: int = 32
     """Query/key columns of a head that come from the latent."""
     rope_dim: int = 16
-    """Query/key columns shared by all heads; never rotated."""
+    """Query/key columns whose keys all heads share; rotated by position where rope_theta is set."""
     v_dim: int = 32
     """Value width of a head."""
     use_output_gate: bool = True
     """Multiplies the attention output by sigmoid(x W_g), elementwise."""
+    rope_theta: float | None = None
+    """Base of rotary position embedding on the rope_dim columns; None rotates nothing (NoPE, as in Kimi K3), and the order comes from KDA and causality."""
 
     def __post_init__(self) -> None:
         positive(self, "num_heads", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim")
         check(self.q_lora_rank is None or self.q_lora_rank > 0,
                f"MLAConfig.q_lora_rank: got {self.q_lora_rank}, wanted None or a positive number")
+        check(self.rope_theta is None or self.rope_theta > 0, f"MLAConfig.rope_theta: got {self.rope_theta}, wanted None or a positive number")
+        check(self.rope_theta is None or self.rope_dim % 2 == 0,
+              f"MLAConfig.rope_dim: got {self.rope_dim} with rope_theta={self.rope_theta}, wanted an even number of columns to rotate in pairs")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,13 @@ RULER_THRESHOLD = 0.856
 """Llama-2-7B's average at 4K, which RULER takes as the least of a length in use (Hsieh et al., 2024, section 4)."""
 RELATIVE_THRESHOLD = 0.85
 Z95 = 1.959963984540054
+STUDENT95 = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
+"""Student's quantile of a two-sided 95 % interval for 1 to 10 degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean of n scores in [0, 1] and the bounds of its 95 % interval."""
+    """A mean of n figures and the bounds of its 95 % interval."""
 
     mean: float
     low: float
@@ -34,6 +36,29 @@ def wilson(mean: float, n: int, z: float = Z95) -> Interval:
     centre = (mean + z**2 / (2 * n)) / scale
     half = z / scale * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     return Interval(mean, min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half)), n)
+
+
+def student(values: Sequence[float]) -> Interval:
+    """Student's t interval (1908) of the mean of a few independent figures, such as one a seed; bounds are NaN for one value, which says nothing of them.
+
+    ValueError for none.
+    """
+    n = len(values)
+    if not n:
+        raise ValueError("values: got none, wanted at least one")
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, math.nan, math.nan, 1)
+    half = student95(n - 1) * math.sqrt(math.fsum((value - mean)**2 for value in values) / (n - 1) / n)
+    return Interval(mean, mean - half, mean + half, n)
+
+
+def student95(freedom: int) -> float:
+    """Student's quantile of a two-sided 95 % interval; past 10 degrees of freedom by the normal quantile's expansion, right to four digits there."""
+    if freedom <= len(STUDENT95):
+        return STUDENT95[freedom - 1]
+    z, v = Z95, freedom
+    return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
 
 
 @dataclass(frozen=True)

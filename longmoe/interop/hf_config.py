@@ -14,9 +14,9 @@ MAX_POSITIONS = 1048576
 # What a family fixes: field of ModelConfig -> the one value.
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "kimi_linear": {"activation": "swiglu", "latent_norm_eps": LATENT_NORM_EPS, "kda.gate": "softplus", "kda.output_gate": "low_rank",
-                    "mla.use_output_gate": False, "moe.latent_dim": None, "moe.use_latent_norm": False, "residual.kind": "plain"},
+                    "mla.use_output_gate": False, "mla.rope_theta": None, "moe.latent_dim": None, "moe.use_latent_norm": False, "residual.kind": "plain"},
     "kimi_k3": {"activation": "situ", "latent_norm_eps": LATENT_NORM_EPS, "kda.gate": "bounded", "kda.output_gate": "full_rank",
-                "mla.use_output_gate": True, "residual.kind": "block"},
+                "mla.use_output_gate": True, "mla.rope_theta": None, "residual.kind": "block"},
 }
 # The same for keys of config.json (of text_config in kimi_k3), where they are present.
 FIXED_KEYS: Mapping[str, Mapping[str, Any]] = {

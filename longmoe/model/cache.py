@@ -20,7 +20,7 @@ class KDACache:
 class MLACache:
     """Latents of an MLA layer's tokens so far."""
     latent: Float[Array, "B S R"]
-    """Normalised kv latent and the shared unrotated key columns, R = kv_lora_rank + rope_dim; S slots."""
+    """Normalised kv latent and the shared key columns (rotated where the model rotates), R = kv_lora_rank + rope_dim; S slots."""
     length: Int[Array, "B"]
     """Slots in use, int32."""
 

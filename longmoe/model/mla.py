@@ -1,4 +1,4 @@
-"""Gated multi-head latent attention without positional encoding (Kimi K3 report)."""
+"""Gated multi-head latent attention (Kimi K3 report): without positional encoding, or with rotated key columns for comparison."""
 import functools
 
 import flax.linen as nn
@@ -45,6 +45,25 @@ def _masked_softmax(scores: Array, mask: Array) -> tuple[Array, Array]:
     return weights / jnp.where(total > 0, total, 1), largest
 
 
+def rotate(x: Float[Array, "B T *heads R"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T *heads R"]:
+    """Rotary position embedding (Su et al., 2021, arXiv 2104.09864), angles in float32: column i of the first half and of the second are a pair, which
+    position t turns by t theta^(-2 i / R)."""
+    half = x.shape[-1] // 2
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    angles = positions[..., None].astype(wide) * theta ** (-jnp.arange(half, dtype=wide) / half)
+    angles = angles.reshape(*positions.shape, *[1] * (x.ndim - 3), half)
+    first, second, cos, sin = x[..., :half].astype(wide), x[..., half:].astype(wide), jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
+
+
+def _positions(x: Hidden, runs: Array | None, cache: MLACache | None) -> Int[Array, "B T"]:
+    """Tokens of the row before each one. Documents of a packed row go on counting: only differences within one reach the scores."""
+    if cache is None:
+        return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    valid = jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
+    return cache.length[:, None] + jnp.cumsum(valid, axis=1) - 1
+
+
 class MLA(nn.Module):
     """Token mixer with full attention; its cache holds kv_lora_rank + rope_dim numbers a token."""
     config: ModelConfig
@@ -62,7 +81,12 @@ class MLA(nn.Module):
         q = self._queries(x)
         latent = linear(config, mla.kv_lora_rank + mla.rope_dim, "kv_a_proj")(x)
         compressed = RMSNorm(config, config.latent_norm_eps, name="kv_a_norm")(latent[..., :mla.kv_lora_rank])
-        latent = jnp.concatenate([compressed, latent[..., mla.kv_lora_rank:]], axis=-1)
+        shared = latent[..., mla.kv_lora_rank:]
+        if mla.rope_theta is not None:
+            positions = _positions(x, runs, cache)
+            shared = rotate(shared, positions, mla.rope_theta)
+            q = jnp.concatenate([q[..., :mla.nope_dim], rotate(q[..., mla.nope_dim:], positions, mla.rope_theta)], axis=-1)
+        latent = jnp.concatenate([compressed, shared], axis=-1)
         kv_b = self.param("kv_b_proj", nn.initializers.normal(config.init_std),
                           (mla.kv_lora_rank, mla.num_heads, mla.nope_dim + mla.v_dim), jnp.dtype(config.param_dtype)).astype(x.dtype)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5

@@ -140,7 +140,7 @@ def sync(path: epath.PathLike) -> None:
 
 def write_run_json(paths: RunPaths, cfg: TrainConfig, mesh: jax.sharding.Mesh) -> None:
     """Writes what the run is and what it runs on: config, versions, commit, device, mesh, kernels."""
-    record = dict(config=json.loads(to_json(cfg)), versions=versions(), commit=_commit(),
+    record = dict(config=json.loads(to_json(cfg)), versions=versions(), commit=commit(),
                   device=jax.devices()[0].device_kind, mesh=dict(mesh.shape), kernels=pallas_kernels.kernel_report().splitlines())
     replace_text(paths.run_json, json.dumps(record, indent=2))
 
@@ -158,7 +158,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the source tree that this package runs from; None outside a repository."""
     found = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip() or None

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from longmoe import plotting
 from longmoe.evaluation.report import Picture, Section, Table, Verbatim, write_report
 
+NAN = float("nan")
 FIGURES = {
     "loss": lambda: plotting.loss_curve([1, 2, 3], [3.0, float("nan"), 2.0], {"bigram": 2.5}),
     "violation": lambda: plotting.max_violation([1, 2], np.ones((2, 9))),
@@ -17,6 +18,12 @@ FIGURES = {
     "position": lambda: plotting.loss_by_position((0, 8, 32), {"a": [2.0, 1.0], "b": [float("nan"), 1.0]}),
     "heat": lambda: plotting.heat_map(np.array([[1.0, np.nan], [0.5, 0.0]]), ["a", "b"], [1, 2], xlabel="length", ylabel="task", label="score"),
     "gain": lambda: plotting.context_gain({"a": ([1024, 4096], [0.0, 0.1], [float("nan"), 0.05])}),
+    "bands": lambda: plotting.band_panels([
+        plotting.Panel("step", "loss", {"a": plotting.Band([1, 2], [3.0, 2.0], [2.9, 1.9], [3.1, 2.1]),
+                                        "b": plotting.Band([1, 2], [3.0, 2.5], *[[NAN, NAN]] * 2)}),
+        plotting.Panel("context", "ms", {"b": plotting.Band(*[[256, 4096]] * 4)}, "log", "log")]),
+    "intervals": lambda: plotting.interval_panels([plotting.Intervals("loss", {"a": (2.0, 1.9, 2.1), "b": (2.1, NAN, NAN)}),
+                                                   plotting.Intervals("rise", {"b": (0.1, 0.0, 0.2)}, 0.0)]),
     "recall": lambda: plotting.recall_accuracy([1, 2], [3.0, 1.0], 0.97, 1 / 16),
 }
 

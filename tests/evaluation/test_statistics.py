@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longmoe.evaluation.statistics import RULER_THRESHOLD, Interval, effective_context, weighted_averages, wilson
+from longmoe.evaluation.statistics import RULER_THRESHOLD, Interval, effective_context, student, student95, weighted_averages, wilson
 
 
 def test_wilson_is_the_published_interval():
@@ -26,6 +26,21 @@ def test_wilson_refuses_what_is_no_share():
         wilson(0.5, 0)
     with pytest.raises(ValueError, match=r"mean: got 1\.5"):
         wilson(1.5, 3)
+
+
+def test_student_is_the_published_table():
+    for freedom, quantile in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (12, 2.179), (20, 2.086), (30, 2.042), (120, 1.980)):
+        assert student95(freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_student_of_a_few_values():
+    """2, 4, 9: mean 5, variance (9 + 1 + 16) / 2 = 13, so half = 4.303 sqrt(13 / 3)."""
+    found = student([2.0, 4.0, 9.0])
+    assert (found.mean, found.n) == (5.0, 3) and found.high - 5 == pytest.approx(4.30265 * math.sqrt(13 / 3)) and found.high + found.low == pytest.approx(10)
+    alone = student([2.0])
+    assert (alone.mean, alone.n) == (2.0, 1) and math.isnan(alone.low) and math.isnan(alone.high)
+    with pytest.raises(ValueError, match="values: got none"):
+        student([])
 
 
 def scores(**means: float) -> dict[int, Interval]:
