@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ from demo import variables_of
 import longmoe
 from longmoe.configs import DataConfig, GateConfig, SourceConfig, StageConfig, TrainConfig
 from longmoe.data.corpus import build_corpus
+from longmoe.data.long_documents import folder_documents
+from longmoe.data.records import TextFiles
+from longmoe.data.sources import Contents
 from longmoe.data.token_folder import read_token_folder
 from longmoe.evaluation.models import make_score
 from longmoe.evaluation.positions import long_documents, score_documents
@@ -32,22 +35,9 @@ from longmoe.plotting import png
 LENGTHS, TOKENS, WHOLE_PACKAGES = (128, 1024, 4096, 16384), (1, 1, 2, 2), (0.0, 0.2, 0.5, 0.8)
 TOKENS_PER_STEP, UNIT = 16384, 65536
 HELD_OUT = ("email", "http", "json", "logging", "sqlite3", "unittest", "wsgiref", "xml")
-LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "pydoc_data", "__pycache__", "encodings")
+LEFT_OUT = ("test", "tests", "idlelib", "lib2to3", "site-packages", "turtledemo", "pydoc_data", "__pycache__", "encodings",
+            "lib-dynload", "config-*", "dist-packages")
 EDGES = (0, 128, 1024, 4096, 16384)
-
-
-def packages() -> Iterator[tuple[str, list[Path]]]:
-    """The standard library's packages by name, each with its files in path order."""
-    root = Path(sysconfig.get_path("stdlib"))
-    for folder in sorted(root.iterdir()):
-        if (folder / "__init__.py").exists() and folder.name not in LEFT_OUT:
-            yield folder.name, [file for file in sorted(folder.rglob("*.py")) if not set(file.relative_to(root).parts) & set(LEFT_OUT)]
-
-
-def concatenated(name: str, files: Sequence[Path]) -> str:
-    """A package as one document, as a repository is read: a line with each file's path, then the file."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return "".join(f"# {file.relative_to(root)}\n{file.read_text('utf-8', errors='replace')}\n" for file in files)
 
 
 def prepare(folder: Path) -> Path:
@@ -55,14 +45,13 @@ def prepare(folder: Path) -> Path:
     if (folder / "files").exists():
         return folder
     root = Path(sysconfig.get_path("stdlib"))
-    modules = [(file.name, file.read_text("utf-8", errors="replace")) for file in sorted(root.glob("*.py"))]
+    contents = Contents(SourceConfig(kind="text", path=str(root)), TextFiles(root, (".py",), LEFT_OUT))
+    modules = [(name, contents.content(i)) for i in range(len(contents)) if (name := contents.name(i)).partition("/")[0] not in HELD_OUT]
     for part in ("packages", "heldout"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    for name, files in packages():
-        part = "heldout" if name in HELD_OUT else "packages"
-        (folder / part / f"{name}.py").write_text(concatenated(name, files))
-        if part == "packages":
-            modules += [(str(file.relative_to(root)), file.read_text("utf-8", errors="replace")) for file in files]
+    for package in folder_documents(root, suffixes=(".py",), skipped_folders=LEFT_OUT):
+        if package.name != root.name:                                   # modules that are in no package
+            (folder / ("heldout" if package.name in HELD_OUT else "packages") / f"{package.name}.py").write_text(package.text)
     build_corpus(folder / "files", modules, vocab_size=4096, name="files of the standard library", source="the running Python's", licences=["PSF-2.0"])
     return folder
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longmoe.data.draws import Draws
-from longmoe.data.records import TEXT_SUFFIXES, TextFiles, Undecodable
+from longmoe.data.records import SKIPPED_FOLDERS, TEXT_SUFFIXES, TextFiles, Undecodable
 from longmoe.data.tokenizer import Tokenizer
 
 CHUNK = 400
@@ -62,14 +62,14 @@ class LongDocument:
 
 
 def folder_documents(root: str | Path, *, suffixes: Sequence[str] = TEXT_SUFFIXES, depth: Literal[0, 1] = 1,
-                     order: Literal["path", "toctree"] = "path") -> Iterator[LongDocument]:
+                     order: Literal["path", "toctree"] = "path", skipped_folders: Iterable[str] = SKIPPED_FOLDERS) -> Iterator[LongDocument]:
     """Each folder in `root` as one document (depth 0: all of `root` as one), as a repository or a manual is read: a line with each file's path, then the file.
 
     order: files by path, or as the toctrees of the folder's index.rst name them, with the files that none names behind. Files that are not UTF-8 or end in
     another suffix are left out. ValueError for a folder without files.
     """
     root = Path(root)
-    found = TextFiles(root, suffixes)
+    found = TextFiles(root, suffixes, skipped_folders)
     of_folder: dict[str, list[int]] = {}
     for i in range(len(found)):
         of_folder.setdefault(found.name(i).partition("/")[0] if depth and "/" in found.name(i) else "", []).append(i)
