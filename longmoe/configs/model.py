@@ -163,11 +163,18 @@ class ModelConfig:
     """Runs repeated layers as one scanned body (parameters stacked, see stack_layers)."""
     remat: Literal["none", "full", "save_matmuls"] = "none"
     """What the backward pass recomputes: nothing, everything but each layer's input and the routing, or all but matmul results."""
+    token_chunk: int | None = None
+    """Tokens of a row that a layer works on at one time in training and scoring; None: all. Longer rows are cut into so many (they must be a multiple), and
+    what a layer needs besides its input and output no longer grows with the row: for rows of 100,000 tokens and more. Rows that the mesh axis `context` shares
+    out, and passes that ask for depth weights, are not cut."""
     implementation: Literal["auto", "mosaic_gpu", "xla", "reference"] = "auto"
     """Implementation of the KDA operator and of the grouped matmul (pallas_kernels)."""
 
     def __post_init__(self) -> None:
         positive(self, "vocab_size", "width", "num_layers", "dense_dim", "norm_eps", "latent_norm_eps", "init_std", "situ_beta")
+        check(self.token_chunk is None or self.token_chunk > 0, f"ModelConfig.token_chunk: got {self.token_chunk}, wanted None or a positive number")
+        check(self.token_chunk is None or self.moe.balancer != "auxiliary_loss",
+              f"ModelConfig.token_chunk: got {self.token_chunk} with moe.balancer='auxiliary_loss', wanted None: that loss is over whole rows")
         check(self.mla_every >= 0, f"ModelConfig.mla_every: got {self.mla_every}, wanted 0 or more")
         check(0 <= self.dense_layers <= self.num_layers,
                f"ModelConfig.dense_layers: got {self.dense_layers}, wanted 0 to num_layers={self.num_layers}")

@@ -17,6 +17,28 @@ class KDACache:
 
 
 @struct.dataclass
+class KDACarry:
+    """What a KDA layer hands from one piece of a packed row to the next."""
+    conv: Float[Array, "B W-1 C"]
+    """As in KDACache."""
+    state: Float[Array, "B H Dk Dv"]
+    """float32; of the document that the last token belongs to."""
+    runs: Int[Array, "B W"]
+    """Documents of the last W tokens, 0 = padding, -1 = before the row."""
+
+
+@struct.dataclass
+class LatentRow:
+    """Latents of whole rows, for attention of a piece of them."""
+    latent: Float[Array, "B T R"] | None
+    """As in MLACache; None until they are known."""
+    runs: Int[Array, "B T"] | None
+    """Document of each token, 0 = padding; None: one document a row."""
+    start: Int[Array, ""]
+    """Token of the row that the piece begins with."""
+
+
+@struct.dataclass
 class MLACache:
     """Latents of an MLA layer's tokens so far."""
     latent: Float[Array, "B S R"]
@@ -36,6 +58,13 @@ def init_layer_cache(config: ModelConfig, mixer: str, batch: int, capacity: int)
                         state=jnp.zeros((batch, kda.num_heads, kda.head_dim, kda.head_dim), jnp.float32))
     return MLACache(latent=jnp.zeros((batch, capacity, config.mla.kv_lora_rank + config.mla.rope_dim), jnp.dtype(config.dtype)),
                     length=jnp.zeros(batch, jnp.int32))
+
+
+def init_carry(config: ModelConfig, batch: int) -> KDACarry:
+    """The carry before the first piece of a row."""
+    empty = init_layer_cache(config, "kda", batch, 0)
+    return KDACarry(conv=empty.conv, state=empty.state.astype(jnp.promote_types(config.dtype, jnp.float32)),
+                    runs=jnp.full((batch, config.kda.conv_width), -1, jnp.int32))
 
 
 def append_latents(cache: MLACache, latents: Float[Array, "B T R"], valid: jax.Array | None) -> MLACache:

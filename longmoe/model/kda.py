@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from longmoe.configs import ModelConfig
-from longmoe.model.cache import KDACache
+from longmoe.model.cache import KDACache, KDACarry
 from longmoe.model.layers import causal_conv, conv_history, float_dtype, linear, rms_normalize
 from longmoe.parallel.context import sharded_convolutions, sharded_kda
 from longmoe.shapes import Array, Hidden, Int
@@ -50,8 +50,11 @@ class KDA(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
-                 cache: KDACache | None = None) -> tuple[Hidden, KDACache | None]:
-        """runs: document of each token, 0 = padding. Returns the output and, where one was given, the cache after x."""
+                 cache: KDACache | KDACarry | None = None) -> tuple[Hidden, KDACache | KDACarry | None]:
+        """runs: document of each token, 0 = padding. Returns the output and, where one was given, the cache or the carry after x.
+
+        With a cache every row is one document; with a carry x is the next piece of packed rows, whose documents runs numbers throughout.
+        """
         config, kda = self.config, self.config.kda
         batch, tokens, width = x.shape
         heads = (batch, tokens, kda.num_heads, kda.head_dim)
@@ -66,6 +69,9 @@ class KDA(nn.Module):
         q, k, v, g = (y.reshape(heads) for y in (q, k, v, g))
         if cache is None:
             o = sharded_kda(q, k, v, g, beta, runs=runs, **keywords)
+        elif isinstance(cache, KDACarry):
+            goes_on = jnp.bool_(True) if runs is None else ((runs[:, 0] == cache.runs[:, -1]) & (runs[:, 0] > 0))[:, None, None, None]
+            o, state = sharded_kda(q, k, v, g, beta, runs=runs, initial_state=jnp.where(goes_on, cache.state, 0), **keywords)
         elif tokens == 1 and runs is None:
             o, state = pallas_kernels.kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **keywords)
             o = o[:, None]
@@ -73,9 +79,12 @@ class KDA(nn.Module):
             o, state = pallas_kernels.kda(q, k, v, g, beta, initial_state=cache.state, segment_ids=runs, **keywords)
         y = self._gated_norm(o, x).reshape(batch, tokens, -1)
         y = linear(config, width, "o_proj", self._mimetic("v_proj", transpose=True))(y)
+        if isinstance(cache, KDACarry):
+            seen = cache.runs if runs is None else jnp.concatenate([cache.runs, runs], axis=1)[:, -kda.conv_width:]
+            return y, KDACarry(conv=conv, state=state, runs=seen)
         return y, None if cache is None else KDACache(conv=conv, state=state.astype(cache.state.dtype))
 
-    def _convolved(self, x: Hidden, runs: Array | None, cache: KDACache | None) -> tuple[Array, Array, Array, Array | None]:
+    def _convolved(self, x: Hidden, runs: Array | None, cache: KDACache | KDACarry | None) -> tuple[Array, Array, Array, Array | None]:
         """q, k, v after convolution and SiLU, and the convolutions' history after x."""
         config, kda = self.config, self.config.kda
         features = kda.num_heads * kda.head_dim
@@ -87,6 +96,11 @@ class KDA(nn.Module):
         if cache is None:
             return *map(jax.nn.silu, sharded_convolutions(causal_conv, inputs, taps, runs)), None
         histories = jnp.split(cache.conv, 3, axis=-1)
+        if isinstance(cache, KDACarry):
+            before = None if runs is None else cache.runs[:, 1:]
+            outputs = [jax.nn.silu(causal_conv(y, weights, runs, history, before)) for y, weights, history in zip(inputs, taps, histories)]
+            last = lambda history, y: jnp.concatenate([history, y], axis=1)[:, y.shape[1]:]
+            return *outputs, jnp.concatenate([last(history, y) for history, y in zip(histories, inputs)], axis=-1)
         outputs = [jax.nn.silu(causal_conv(y, weights, runs, history)) for y, weights, history in zip(inputs, taps, histories)]
         after = [conv_history(y, kda.conv_width, runs, history) for y, history in zip(inputs, histories)]
         return *outputs, jnp.concatenate(after, axis=-1)

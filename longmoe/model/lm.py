@@ -10,7 +10,7 @@ from flax import struct
 
 from longmoe.configs import ModelConfig
 from longmoe.model.attn_residuals import DepthMix
-from longmoe.model.block import Depth, LayerAux, SuperBlock, mean_weights, remat_layer
+from longmoe.model.block import Depth, LayerAux, SuperBlock, cut, in_pieces, join, mean_weights, num_tokens, over_pieces, remat_layer, sources
 from longmoe.model.cache import init_layer_cache
 from longmoe.model.depth import Group, flat_plan, plan
 from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
@@ -69,8 +69,7 @@ class LongMoE(nn.Module):
             for group in block:
                 run = self._run_layer if group.repeats == 1 else self._run_scanned
                 depth, auxiliaries[group.name] = run(group, depth, runs, None if cache is None else cache[group.name], asked)
-        h, output_weights = self._output(depth, runs)
-        hidden = RMSNorm(config, config.norm_eps, name="final_norm")(h)
+        hidden, output_weights = self._output(depth, runs, return_depth_weights)
         head_init = start_from(table.T) if config.init == "mimetic" else nn.initializers.normal(config.init_std)
         head = self.param("lm_head", head_init, (config.width, config.vocab_size), jnp.dtype(config.param_dtype))
         weights = _depth_weights(config, auxiliaries, output_weights) if return_depth_weights and config.residual.kind != "plain" else None
@@ -82,7 +81,7 @@ class LongMoE(nn.Module):
 
     def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, asked: Mapping[str, bool]) -> tuple[Depth, LayerAux]:
         mixer, is_dense = self._kind(group.start)
-        layer = remat_layer(self.model_config, in_scan=False)(self.model_config, mixer, is_dense, **asked, name=group.name)
+        layer = remat_layer(self.model_config, in_scan=False, tokens=num_tokens(depth))(self.model_config, mixer, is_dense, **asked, name=group.name)
         return layer(depth, None, runs, cache)
 
     def _run_scanned(self, group: Group, depth: Depth, runs: Array | None, caches: Any, asked: Mapping[str, bool]) -> tuple[Depth, list[LayerAux]]:
@@ -98,12 +97,22 @@ class LongMoE(nn.Module):
     def _kind(self, layer: int) -> tuple[str, bool]:
         return self.model_config.mixers[layer], layer < self.model_config.dense_layers
 
-    def _output(self, depth: Depth, runs: Array | None) -> tuple[Hidden, Array | None]:
-        if self.model_config.residual.kind == "plain":
-            return depth.partial, None
-        sources = depth.bank if depth.partial is None else (*depth.bank, depth.partial)
-        h, weights = DepthMix(self.model_config, name="output_residual")(sources)
-        return h, mean_weights(weights, runs)
+    def _output(self, depth: Depth, runs: Array | None, return_depth_weights: bool) -> tuple[Hidden, Array | None]:
+        """The head's input, and the last mixture's mean weights where they are asked for."""
+        config = self.model_config
+        if return_depth_weights or not in_pieces(config, num_tokens(depth)):
+            hidden, weights = self._last_mixture(sources(depth))
+            return hidden, None if weights is None or not return_depth_weights else mean_weights(weights, runs)
+        body = lambda model, carry, piece, rows: (carry, model._last_mixture(piece)[0])
+        pieces = tuple(cut(source, config.token_chunk) for source in sources(depth))
+        return join(over_pieces(config, body)(self, None, pieces, None)[1]), None
+
+    def _last_mixture(self, sources: tuple[Hidden, ...]) -> tuple[Hidden, Array | None]:
+        config, weights = self.model_config, None
+        h = sources[-1]
+        if config.residual.kind != "plain":
+            h, weights = DepthMix(config, name="output_residual")(sources)
+        return RMSNorm(config, config.norm_eps, name="final_norm")(h), weights
 
 
 def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Array, "D V"]) -> Float[Array, "... V"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig
-from longmoe.model.cache import MLACache, append_latents
+from longmoe.model.cache import LatentRow, MLACache, append_latents
 from longmoe.model.latent_attention import expand, latent_attention
 from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
 from longmoe.parallel.context import sharded_attention
@@ -56,10 +56,10 @@ def rotate(x: Float[Array, "B T *heads R"], positions: Int[Array, "B T"], theta:
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
 
 
-def _positions(x: Hidden, runs: Array | None, cache: MLACache | None) -> Int[Array, "B T"]:
+def _positions(x: Hidden, runs: Array | None, cache: MLACache | None, start: Array | int) -> Int[Array, "B T"]:
     """Tokens of the row before each one. Documents of a packed row go on counting: only differences within one reach the scores."""
     if cache is None:
-        return jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        return jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2])
     valid = jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
     return cache.length[:, None] + jnp.cumsum(valid, axis=1) - 1
 
@@ -71,27 +71,28 @@ class MLA(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
-                 cache: MLACache | None = None) -> tuple[Hidden, MLACache | None, Float[Array, "H"] | None]:
-        """runs: document of each token, 0 = padding. With a cache every row is one document, so runs only tells padding.
+                 cache: MLACache | None = None, row: LatentRow | None = None) -> tuple[Hidden, MLACache | None, Float[Array, "H"] | None]:
+        """runs: document of each token, 0 = padding. With a cache every row is one document, so runs only tells padding. row: x is a piece of rows.
 
-        Returns the output; where one was given, the cache after x; with return_max_logits, and without a cache, each head's largest logit.
+        Returns the output, or the latents of x where those of the row are not known yet; where one was given, the cache after x; with return_max_logits, and
+        without a cache, each head's largest logit.
         """
         config, mla = self.config, self.config.mla
         batch, tokens, width = x.shape
-        q = self._queries(x)
+        positions = None if mla.rope_theta is None else _positions(x, runs, cache, 0 if row is None else row.start)
+        turned = lambda y: y if positions is None else rotate(y, positions, mla.rope_theta)
         latent = linear(config, mla.kv_lora_rank + mla.rope_dim, "kv_a_proj")(x)
         compressed = RMSNorm(config, config.latent_norm_eps, name="kv_a_norm")(latent[..., :mla.kv_lora_rank])
-        shared = latent[..., mla.kv_lora_rank:]
-        if mla.rope_theta is not None:
-            positions = _positions(x, runs, cache)
-            shared = rotate(shared, positions, mla.rope_theta)
-            q = jnp.concatenate([q[..., :mla.nope_dim], rotate(q[..., mla.nope_dim:], positions, mla.rope_theta)], axis=-1)
-        latent = jnp.concatenate([compressed, shared], axis=-1)
+        latent = jnp.concatenate([compressed, turned(latent[..., mla.kv_lora_rank:])], axis=-1)
+        if row is not None and row.latent is None:
+            return latent, None, None
+        q = self._queries(x)
+        q = jnp.concatenate([q[..., :mla.nope_dim], turned(q[..., mla.nope_dim:])], axis=-1) if mla.rope_theta is not None else q
         kv_b = self.param("kv_b_proj", nn.initializers.normal(config.init_std),
                           (mla.kv_lora_rank, mla.num_heads, mla.nope_dim + mla.v_dim), jnp.dtype(config.param_dtype)).astype(x.dtype)
         scale = (mla.nope_dim + mla.rope_dim) ** -0.5
         if cache is None:
-            o, largest = self._over_latents(q, latent, kv_b, runs, scale)
+            o, largest = self._over_latents(q, latent, kv_b, runs, scale, row)
         else:
             largest = None
             valid = None if runs is None else runs > 0
@@ -110,9 +111,12 @@ class MLA(nn.Module):
         q = linear(config, mla.num_heads * (mla.nope_dim + mla.rope_dim), "q_b_proj")(x)
         return q.reshape(*x.shape[:2], mla.num_heads, -1)
 
-    def _over_latents(self, q: Array, latent: Array, kv_b: Array, runs: Array | None, scale: float) -> tuple[Array, Array | None]:
+    def _over_latents(self, q: Array, latent: Array, kv_b: Array, runs: Array | None, scale: float,
+                      row: LatentRow | None) -> tuple[Array, Array | None]:
         """Attention of a pass without cache. The keys and values of a long row are never held whole, nor those of one that devices share out."""
         high, asked = precision(self.config), self.return_max_logits
+        if row is not None:
+            return latent_attention(q, row.latent, kv_b, runs, row.runs, row.start, scale=scale, precision=high, return_max_logits=asked)
         if axis_size("context") > 1 or q.shape[1] > WHOLE_ROWS:
             attention = functools.partial(latent_attention, scale=scale, precision=high, return_max_logits=asked)
             # On each shard by itself: chunks that cannot meet are passed over without asking other devices.

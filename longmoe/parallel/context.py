@@ -35,36 +35,43 @@ latents) -> (o [B, T, H, Dv], largest logits [H] without gradient, or None)."""
 
 def sharded_kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], g: Float[Array, "B T H Dk"],
                 beta: Float[Array, "B T H"], *, a_log: Float[Array, "H"] | None, dt_bias: Float[Array, "H Dk"] | None,
-                runs: Int[Array, "B T"] | None, **keywords: Any) -> Float[Array, "B T H Dv"]:
-    """Outputs of `pallas_kernels.kda` from a zero state, for its keywords; on a mesh of several devices each runs it on its own shard.
+                runs: Int[Array, "B T"] | None, initial_state: Float[Array, "B H Dk Dv"] | None = None,
+                **keywords: Any) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float[Array, "B H Dk Dv"]]:
+    """Outputs of `pallas_kernels.kda` for its keywords; on a mesh of several devices each runs it on its own shard. From a zero state, or, where devices do
+    not share out rows, from initial_state: then (outputs, final state).
 
     runs: `pallas_kernels.document_runs` of whole rows, not segment ids: a number that comes back after padding would continue a document.
 
     Raises ValueError where the mesh does not share out rows, tokens or heads evenly.
     """
-    arguments = (q, k, v, g, beta, a_log, dt_bias, runs)
+    arguments = (q, k, v, g, beta, a_log, dt_bias, runs, initial_state)
     if not is_distributed():
         return _kda_on_shard(keywords, *arguments)
     check_tokens(q)
     check_divides("kda.num_heads", q.shape[2], "tensor")
+    if initial_state is not None and axis_size("context") > 1:
+        raise ValueError(f"initial_state: got one on {axis_size('context')} devices that share out rows, wanted None: rows begin on the first of them")
     return _kda_on_mesh(tuple(keywords.items()), *arguments)
 
 
 # Jitted, here and below, so that a model's many layers trace and lower it once. Without varying-axes checks: operators with derivative rules of their own
 # return gradients of shared parameters that vary over the token axes, and they are summed where the parameters enter.
 @functools.partial(jax.jit, static_argnums=0)
-def _kda_on_mesh(keywords: tuple[tuple[str, Any], ...], *arguments: Array | None) -> Array:
-    specs = (HEADS,) * 5 + (PartitionSpec("tensor"),) * 2 + (ROWS,)
+def _kda_on_mesh(keywords: tuple[tuple[str, Any], ...], *arguments: Array | None) -> Any:
+    state = PartitionSpec(BATCH_AXES, "tensor")
+    specs = (HEADS,) * 5 + (PartitionSpec("tensor"),) * 2 + (ROWS, state)
+    results = HEADS if arguments[-1] is None else (HEADS, state)
     on_shard = functools.partial(_kda_on_shard, dict(keywords))
-    return jax.shard_map(on_shard, in_specs=specs, out_specs=HEADS, check_vma=False)(*arguments)
+    return jax.shard_map(on_shard, in_specs=specs, out_specs=results, check_vma=False)(*arguments)
 
 
 def _kda_on_shard(keywords: Mapping[str, Any], q: Array, k: Array, v: Array, g: Array, beta: Array, a_log: Array | None, dt_bias: Array | None,
-                  runs: Array | None) -> Array:
-    common, state = dict(a_log=a_log, dt_bias=dt_bias, segment_ids=runs, **keywords), None
+                  runs: Array | None, state: Array | None) -> Any:
+    common, carried = dict(a_log=a_log, dt_bias=dt_bias, segment_ids=runs, **keywords), state is not None
     if axis_size("context") > 1:
         state = entering_state(*pallas_kernels.kda_segment(k, v, g, beta, **common), runs)
-    return pallas_kernels.kda(q, k, v, g, beta, initial_state=state, **common)[0]
+    o, final_state = pallas_kernels.kda(q, k, v, g, beta, initial_state=state, **common)
+    return (o, final_state) if carried else o
 
 
 def entering_state(transition: Float[Array, "B H Dk Dk"], state: Float[Array, "B H Dk Dv"], runs: Int[Array, "B T"] | None) -> Float[Array, "B H Dk Dv"]:

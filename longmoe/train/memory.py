@@ -117,7 +117,7 @@ def _backward(model: ModelConfig, group: Group, kinds: dict[Any, LayerMemory], s
 @functools.cache
 def layer_memory(model: ModelConfig, mixer: str, is_dense: bool, rows: int, tokens: int) -> LayerMemory:
     """Bytes of one layer on `rows` x `tokens`."""
-    layer = remat_layer(model, in_scan=False)(model, mixer, is_dense)
+    layer = remat_layer(model, in_scan=False, tokens=tokens)(model, mixer, is_dense)
     hidden = jax.ShapeDtypeStruct((rows, tokens, model.width), jnp.dtype(model.dtype))
     depth = Depth(bank=(hidden,) if model.residual.kind != "plain" else (), partial=None if model.residual.kind == "full" else hidden)
     runs = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
