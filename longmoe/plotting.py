@@ -5,6 +5,7 @@ Colours are Okabe and Ito's (distinct for colour-blind readers); maps run from l
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -61,6 +62,44 @@ def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mappin
     rows[-1].set(xlabel="step")
     rows[0].legend(ncols=3, fontsize=8)
     figure.align_ylabels()
+    return figure
+
+
+class Panel(NamedTuple):
+    """One of `interval_panels`. series: name -> (x, y, least, most), each [points]; the last two are the interval of y, y itself where it has none."""
+
+    xlabel: str
+    ylabel: str
+    series: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
+    xscale: str = "linear"
+    yscale: str = "linear"
+    title: str = ""
+
+
+def interval_panels(panels: Sequence[Panel], *, columns: int = 2) -> Figure:
+    """Panels of lines with their intervals as bands, row by row. A series keeps its colour and marker in all of them; points that are not finite are left out.
+
+    Where the x axis is logarithmic to the base 2 ("log2"), its ticks are the points themselves.
+    """
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(0.75 * _WIDTH * columns, 3.0 * rows), layout="constrained")
+    names = list(dict.fromkeys(name for panel in panels for name in panel.series))
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, number + 1)
+        for name, values in panel.series.items():
+            place = names.index(name)
+            x, y, least, most = (np.asarray(v, float) for v in values)
+            color, shown = PALETTE[place % len(PALETTE)], np.isfinite(y)
+            axes.plot(x[shown], y[shown], color=color, marker="osD^v<>P"[place % 8], markersize=4, label=name)
+            axes.fill_between(x, least, most, where=np.isfinite(least) & np.isfinite(most), color=color, alpha=0.2, linewidth=0)
+        base = {"base": 2} if panel.xscale == "log2" else {}
+        axes.set_xscale(panel.xscale.rstrip("2"), **base)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale, title=panel.title)
+        if base:
+            ticks = sorted({point for series in panel.series.values() for point in series[0]})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.legend(fontsize=8)
+        _tidy(axes)
     return figure
 
 

@@ -30,7 +30,7 @@ REFERENCE_SECONDS = 1.35
 """What `reference_seconds` gave there, one in each of two processes. A slower machine gets proportionally more of everything."""
 ENOUGH = 1.5
 """Over its budget by more than this, a room fails the suite; below, it is only told: on shared cores the same tests vary that much."""
-QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "top"}
+QUICK_ROOMS = {"model", "train", "inference", "multidevice", "evaluation", "interop", "experiments", "top"}
 """Rooms whose time is compilation: XLA leaves out its expensive passes there. The operators' rooms are compiled as users compile them."""
 
 _spent: dict[tuple[str, str], float] = defaultdict(float)

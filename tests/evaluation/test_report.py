@@ -17,6 +17,9 @@ FIGURES = {
     "position": lambda: plotting.loss_by_position((0, 8, 32), {"a": [2.0, 1.0], "b": [float("nan"), 1.0]}),
     "heat": lambda: plotting.heat_map(np.array([[1.0, np.nan], [0.5, 0.0]]), ["a", "b"], [1, 2], xlabel="length", ylabel="task", label="score"),
     "gain": lambda: plotting.context_gain({"a": ([1024, 4096], [0.0, 0.1], [float("nan"), 0.05])}),
+    "intervals": lambda: plotting.interval_panels([
+        plotting.Panel("length", "accuracy", {"a": ([8, 16], [0.5, 0.25], [0.4, 0.2], [0.6, 0.3]), "b": ([8], [0.1], [0.1], [0.1])}, xscale="log2", title="t"),
+        plotting.Panel("size", "error", {"b": ([1, 2], [1e-7, float("nan")], [1e-8, float("nan")], [1e-6, float("inf")])}, xscale="log", yscale="log")]),
     "recall": lambda: plotting.recall_accuracy([1, 2], [3.0, 1.0], 0.97, 1 / 16),
 }
 
@@ -26,6 +29,15 @@ def test_figures_draw_without_a_display(name):
     figure = FIGURES[name]()
     assert isinstance(figure, Figure) and all(axes.get_ylabel() for axes in figure.axes if axes.lines or axes.patches)
     assert plotting.png(figure, dpi=40).startswith(b"\x89PNG")
+
+
+def test_panels_show_each_series_with_its_interval():
+    series = {"a": ([8, 16, 32], [0.5, 0.25, float("nan")], [0.4, 0.2, 0.0], [0.6, 0.3, 0.1]), "b": ([8], [0.1], [0.1], [0.1])}
+    first, second = plotting.interval_panels([plotting.Panel("x", "y", series, xscale="log2"), plotting.Panel("x", "y", {"b": series["b"]})]).axes
+    assert first.lines[0].get_ydata().tolist() == [0.5, 0.25] and [tick.get_text() for tick in first.get_xticklabels()] == ["8", "16", "32"]
+    heights = first.collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (0.0, 0.6)
+    assert first.lines[1].get_color() == second.lines[0].get_color() != first.lines[0].get_color()
 
 
 def test_plotting_leaves_pyplot_alone():

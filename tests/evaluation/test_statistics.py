@@ -1,10 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longmoe.evaluation.statistics import RULER_THRESHOLD, Interval, effective_context, weighted_averages, wilson
+from longmoe.evaluation.statistics import RULER_THRESHOLD, Interval, effective_context, student, weighted_averages, wilson
 
 
 def test_wilson_is_the_published_interval():
@@ -26,6 +27,19 @@ def test_wilson_refuses_what_is_no_share():
         wilson(0.5, 0)
     with pytest.raises(ValueError, match=r"mean: got 1\.5"):
         wilson(1.5, 3)
+
+
+@pytest.mark.parametrize("n", [2, 3, 7, 11, 12, 30])
+def test_student_covers_the_mean_of_19_samples_in_20(n):
+    samples = np.random.default_rng(n).normal(3.0, 2.0, (20_000, n))
+    found = [student(sample) for sample in samples]
+    assert np.mean([x.low <= 3.0 <= x.high for x in found]) == pytest.approx(0.95, abs=0.005)
+    assert all(x.n == n and x.mean == pytest.approx(sample.mean()) for x, sample in zip(found[:9], samples))
+
+
+def test_student_refuses_a_single_run():
+    with pytest.raises(ValueError, match="values: got 1, wanted at least 2"):
+        student([0.5])
 
 
 def scores(**means: float) -> dict[int, Interval]:
