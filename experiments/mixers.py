@@ -8,10 +8,12 @@ Members (seeds and learning rates) have parameters of their own, [M, ...], and r
 not, since a compiled kernel cannot be: it takes members as heads, which a head's own a_log and dt_bias allow, in one call of M * H heads.
 """
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 from longmoe.model.kda import init_conv, init_dt_bias
@@ -100,30 +102,37 @@ def linear_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v
     return jnp.where(valid[..., None], o, 0).astype(v.dtype)
 
 
-def init_params(key: Array, size: ModelSize, arm: Arm) -> Params:
+def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
     """Float32 parameters of one member, those of layers along a leading axis. Matrices are normal with variance 1 / fan-in.
 
-    A layer's mixer has the names of `longmoe.model.kda`.
+    A layer's mixer has the names of `longmoe.model.kda`. Drawn by NumPy: a program that draws them takes longer to compile than these to train.
     """
-    def matrix(key: Array, rows: int, columns: int) -> Array:
-        return jax.random.normal(key, (rows, columns)) * rows**-0.5
+    draw = np.random.default_rng(seed)
+    width, heads, features = size.width, size.num_heads, size.num_heads * size.head_dim
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (draw.normal(size=(rows, columns)) * rows**-0.5).astype(np.float32)
 
     def layer(key: Array) -> Params:
-        keys = iter(jax.random.split(key, 20))
-        width, heads, features = size.width, size.num_heads, size.num_heads * size.head_dim
-        out: Params = {f"{name}_proj": matrix(next(keys), width, features) for name in "qkvg"}
-        out |= {f"{name}_conv": init_conv(next(keys), (TAPS, features)) for name in "qkv"}
-        out |= dict(b_proj=matrix(next(keys), width, heads), o_proj=matrix(next(keys), features, width), a_log=jnp.zeros(heads),
-                    up_proj=matrix(next(keys), width, size.expansion * width), down_proj=matrix(next(keys), size.expansion * width, width),
-                    mixer_norm=jnp.ones(width), mlp_norm=jnp.ones(width), o_norm=jnp.ones(size.head_dim))
+        keys = jax.random.split(key, 4)
+        out: Params = {f"{name}_proj": matrix(width, features) for name in "qkvg"}
+        out |= {f"{name}_conv": init_conv(key, (TAPS, features)) for name, key in zip("qkv", keys)}
+        out |= dict(b_proj=matrix(width, heads), o_proj=matrix(features, width), up_proj=matrix(width, size.expansion * width),
+                    down_proj=matrix(size.expansion * width, width), a_log=np.zeros(heads, np.float32), mixer_norm=np.ones(width, np.float32),
+                    mlp_norm=np.ones(width, np.float32), o_norm=np.ones(size.head_dim, np.float32))
         if arm == "kda":
-            return out | dict(f_a_proj=matrix(next(keys), width, size.head_dim), f_b_proj=matrix(next(keys), size.head_dim, features),
-                              dt_bias=init_dt_bias(next(keys), (heads, size.head_dim)))
-        return out | dict(f_proj=matrix(next(keys), width, heads), dt_bias=init_dt_bias(next(keys), (heads,)))
+            return out | dict(f_a_proj=matrix(width, size.head_dim), f_b_proj=matrix(size.head_dim, features),
+                              dt_bias=init_dt_bias(keys[3], (heads, size.head_dim)))
+        return out | dict(f_proj=matrix(width, heads), dt_bias=init_dt_bias(keys[3], (heads,)))
 
-    embedding, head, layers = jax.random.split(key, 3)
-    return dict(embedding=jax.random.normal(embedding, (size.vocab_size, size.width)), head=matrix(head, size.width, size.vocab_size),
-                norm=jnp.ones(size.width), layers=jax.vmap(layer)(jax.random.split(layers, size.num_layers)))
+    layers = [layer(key) for key in jax.random.split(jax.random.key(seed), size.num_layers)]
+    return dict(embedding=draw.normal(size=(size.vocab_size, width)).astype(np.float32), head=matrix(width, size.vocab_size),
+                norm=np.ones(width, np.float32), layers=stack(layers))
+
+
+def stack(trees: Sequence[Params]) -> Params:
+    """Trees of one structure -> one with a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def apply(params: Params, tokens: Int[Array, "M B T"], segment_ids: Int[Array, "B T"], places: Int[Array, "M B K"], size: ModelSize,

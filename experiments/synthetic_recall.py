@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from demo import Parts, console
-from mixers import ARMS, Arm, ModelSize, Params, apply, init_params
+from mixers import ARMS, Arm, ModelSize, Params, apply, init_params, stack
 from record import run_record
 
 from longmoe import plotting
@@ -124,11 +124,10 @@ def optimizer(budget: Budget) -> optax.GradientTransformation:
                        optax.scale_by_schedule(share), optax.scale(-1.0))
 
 
-@partial(jax.jit, static_argnames=("size", "budget", "arm"))
 def init_members(*, size: ModelSize, budget: Budget, arm: Arm) -> tuple[Params, Any, Array]:
     """Parameters and optimizer state of all members, and their learning rates [M]; member = rate * seeds + seed."""
-    keys = jnp.tile(jax.random.split(jax.random.key(0), budget.seeds), len(budget.rates))
-    params = jax.vmap(lambda key: init_params(key, size, arm))(keys)
+    seeds = [init_params(seed, size, arm) for seed in range(budget.seeds)]
+    params = jax.tree.map(jnp.asarray, stack(seeds * len(budget.rates)))
     return params, jax.vmap(optimizer(budget).init)(params), jnp.repeat(jnp.asarray(budget.rates), budget.seeds)
 
 
