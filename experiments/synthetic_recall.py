@@ -70,7 +70,7 @@ class Budget:
 
 BUDGETS = {
     "h200": Budget(),
-    "cpu": Budget(lengths=(32, 64), rows=16, steps=400, rates=(3e-3, 1e-2), mqar_ids=128, symbols=32, width=64, head_dim=32, dtype="float32", steps_a_call=20,
+    "cpu": Budget(lengths=(32, 64), rows=16, steps=400, rates=(3e-3,), mqar_ids=128, symbols=32, width=64, head_dim=32, dtype="float32", steps_a_call=20,
                   evaluate_every=40),
     "smoke": Budget(lengths=(16, 32), rows=2, steps=4, rates=(1e-2,), seeds=2, mqar_ids=64, symbols=16, width=32, head_dim=16, dtype="float32",
                     steps_a_call=2, evaluate_every=2, evaluation_batches=1),
