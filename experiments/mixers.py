@@ -31,7 +31,8 @@ CHUNK, TAPS, EPS = 64, 4, 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
-    """The model: pre-norm layers of a mixer and a feed-forward, an untied head."""
+    """The model: pre-norm layers of a mixer and a feed-forward. The head is the embedding, as in the first MQAR models, so that a value that was found need
+    not be learnt twice."""
 
     vocab_size: int
     width: int = 256
@@ -103,7 +104,7 @@ def linear_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v
 
 
 def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
-    """Float32 parameters of one member, those of layers along a leading axis. Matrices are normal with variance 1 / fan-in.
+    """Float32 parameters of one member, those of layers along a leading axis. Matrices are normal with variance 1 / fan-in (the embedding's as a head).
 
     A layer's mixer has the names of `longmoe.model.kda`. Drawn by NumPy: a program that draws them takes longer to compile than these to train.
     """
@@ -126,8 +127,7 @@ def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
         return out | dict(f_proj=matrix(width, heads), dt_bias=init_dt_bias(keys[3], (heads,)))
 
     layers = [layer(key) for key in jax.random.split(jax.random.key(seed), size.num_layers)]
-    return dict(embedding=draw.normal(size=(size.vocab_size, width)).astype(np.float32), head=matrix(width, size.vocab_size),
-                norm=np.ones(width, np.float32), layers=stack(layers))
+    return dict(embedding=matrix(width, size.vocab_size).T, norm=np.ones(width, np.float32), layers=stack(layers))
 
 
 def stack(trees: Sequence[Params]) -> Params:
@@ -141,16 +141,16 @@ def apply(params: Params, tokens: Int[Array, "M B T"], segment_ids: Int[Array, "
 
     params: a member's along a leading axis M. segment_ids are those of all members, as the operator's heads share them.
     """
-    x = jax.vmap(lambda embedding, tokens: embedding.astype(size.dtype)[tokens])(params["embedding"], tokens)
+    x = jax.vmap(lambda embedding, tokens: (size.width**0.5 * embedding).astype(size.dtype)[tokens])(params["embedding"], tokens)
     runs = document_runs(segment_ids)
     body = lambda x, layer: (jax.vmap(_feed_forward)(layer, apply_mixer(layer, x, runs, size, arm)), None)
     x, _ = jax.lax.scan(body, x, jax.tree.map(lambda p: jnp.swapaxes(p, 0, 1), params["layers"]))
 
-    def logits(head: Array, norm: Array, x: Array, places: Array) -> Array:
+    def logits(embedding: Array, norm: Array, x: Array, places: Array) -> Array:
         x = jnp.take_along_axis(x, places[..., None], axis=1)
-        return _linear(rms_normalize(x, norm, EPS), head).astype(jnp.float32)
+        return _linear(rms_normalize(x, norm, EPS), embedding.T).astype(jnp.float32)
 
-    return jax.vmap(logits)(params["head"], params["norm"], x, places)
+    return jax.vmap(logits)(params["embedding"], params["norm"], x, places)
 
 
 def apply_mixer(layer: Params, x: Float[Array, "M B T D"], runs: Int[Array, "B T"], size: ModelSize, arm: Arm) -> Float[Array, "M B T D"]:

@@ -4,7 +4,7 @@
                                            [--run-dir runs/synthetic_recall] [--out results.json] [--steps N] [--smoke]
 
 The synthetic figure of Kimi Linear (arXiv 2510.26692, section 5.1): two layers of two heads of 128, MLP 4x, MQAR, palindromes and stacks at 256, 512,
-1,024 and 2,048 tokens. Not published there and chosen here: 32,768 tokens a step, 3,000 steps, AdamW (0.9, 0.95), decay 0.1 of matrices, 2% warm-up,
+1,024 and 2,048 tokens. Not published there and chosen here: 32,768 tokens a step, 3,000 steps, AdamW (0.9, 0.95), decay 0.1 of layers' matrices, 2% warm-up,
 cosine to 0, clip 1.0; a pair every 8 tokens; one training for all lengths. Expected: KDA at least as good as one decay a head at every length, and
 without the delta rule far behind. On an H200 planned for 10 minutes a task (its three arms; --arms one at a time splits it further); not timed there yet.
 `--size cpu` (32 and 64 tokens, heads of 32) shows the gap to no delta rule in minutes. The same command again skips finished (task, arm) pairs.
@@ -118,7 +118,7 @@ def make_packed(task: TokenTask, budget: Budget, seed: int) -> Callable[[int], B
 
 def optimizer(budget: Budget) -> optax.GradientTransformation:
     """Everything but the learning rate, which is a member's own."""
-    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.endswith(("_proj", "head")), params)
+    matrices = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key.endswith("_proj"), params)
     share = optax.schedules.warmup_cosine_decay_schedule(0.0, 1.0, max(1, budget.steps // 50), budget.steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(0.9, 0.95), optax.add_decayed_weights(0.1, matrices),
                        optax.scale_by_schedule(share), optax.scale(-1.0))
