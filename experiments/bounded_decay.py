@@ -8,7 +8,7 @@ pre-activations of growing size. range: the share of those factors that float16,
 machine, each with its error; on a Hopper GPU the kernels too, which want a bound. loss: the nano preset on text with either gate, three seeds.
 Expected: under the bound every factor fits bfloat16 and errors stay those of rounding at any size; without it factors overflow and the factored operator
 fails, so that it needs exact tiles, which take longer; the loss is the same within its interval. The same command again skips finished parts.
-Takes a minute for the first three parts on 2 CPU cores and half an hour for the loss there; planned for 10 minutes on an H200, not timed there yet.
+The first three parts take some 2 minutes of one CPU core, the loss six times the demo's training; planned for 10 minutes on an H200, not timed there yet.
 """
 import argparse
 import dataclasses
@@ -162,7 +162,7 @@ def range_part(scale: Scale) -> dict[str, Any]:
     def drawn(gate: str) -> dict[str, np.ndarray]:
         shape = (scale.tiles, TILE, 4, 64)
         spread = {f"pre-activations of spread {s}": draw_log_decays(gate, shape, s) for s in (1.0, 4.0)}
-        # Every channel that is open as far as its gate goes in practice: pre-activations of 8, a log decay of -4.99 or of -8 a step and up.
+        # Every channel forgets about as fast as its gate lets it: log decays of -4.998 a token under the bound, of -8 to -128 without.
         raw, a_log = jnp.full(shape, 8.0), jnp.zeros(4) if gate == "bounded" else init_a_log_softplus(jax.random.key(0), (4,))
         return spread | {"saturated (pre-activation 8)": np.asarray(log_decay(raw, gate, a_log, None, None))}
 
