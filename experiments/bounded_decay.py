@@ -233,7 +233,7 @@ def figure(results: dict[str, Any]) -> bytes:
         panels.append(plotting.Panel(spread, "share of decays that are not finite", share, xscale="log2", title="16-token tile as two factors, float32"))
         errors = {f"{gate}, {tiles}": line(rows, [row["operator"]["float32"][tiles] for row in rows.values()])
                   for gate, rows in found.items() for tiles in ("factored", "exact")}
-        panels.append(plotting.Panel(spread, "RMS error / RMS output", errors, xscale="log2", yscale="log", title="operator, float32 (a line ends: not finite)"))
+        panels.append(plotting.Panel(spread, "RMS error / RMS output", errors, xscale="log2", yscale="log", title="operator, float32 (gaps: not finite)"))
     if "speed" in results:
         rows = results["speed"]["rows"]
         chosen = lambda call: [row for row in rows if row["call"] == call]
