@@ -59,14 +59,14 @@ class Scale:
     steps: int = 400
     seeds: int = 3
     heldout_batches: int | None = None
-    num_layers: int = 5
+    use_one_layer: bool = False
 
 
 SCALES = {
     "h200": Scale(timed=tuple(specs.Shape(1, tokens, 32, 128, 128) for tokens in (2048, 4096, 8192)), timed_dtype="bfloat16", inner=10, steps=1000),
     "cpu": Scale(),
     "smoke": Scale(spreads=(1, 16), tiles=4, operator=specs.Shape(1, 64, 1, 16, 16), timed=(specs.Shape(1, 64, 1, 16, 16),), outer=2, steps=2, seeds=2,
-                   heldout_batches=1, num_layers=2),
+                   heldout_batches=1, use_one_layer=True),
 }
 
 
@@ -210,7 +210,8 @@ def loss_part(scale: Scale, corpus: Path, run_dir: Path) -> dict[str, Any]:
     nats: dict[str, list[float]] = {gate: [] for gate in GATES}
     for gate in GATES:
         cfg = text_config(corpus, Budget(steps=scale.steps))
-        model = dataclasses.replace(cfg.model, num_layers=scale.num_layers, kda=dataclasses.replace(cfg.model.kda, gate=gate))
+        depth = dict(num_layers=1, mla_every=0, dense_layers=0) if scale.use_one_layer else {}
+        model = dataclasses.replace(cfg.model, kda=dataclasses.replace(cfg.model.kda, gate=gate), **depth)
         loss_function = make_loss_function(model)
         batches = [batch for batch, _ in make_loader(dataclasses.replace(cfg.data, batch_size=16), seed=0, split="heldout")][:scale.heldout_batches]
         for seed in range(scale.seeds):
@@ -262,6 +263,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps is not None:
         scale = dataclasses.replace(scale, steps=args.steps)
     args.run_dir.mkdir(parents=True, exist_ok=True)
+    if jax.config.jax_compilation_cache_dir is None:                     # a gate's seeds run one program, which each `fit` would compile anew
+        jax.config.update("jax_compilation_cache_dir", str(args.run_dir / "programs"))
     kept = Parts(args.run_dir / "parts.json")
     functions = dict(tile=tile_part, range=range_part, speed=speed_part, loss=partial(loss_part, corpus=args.corpus, run_dir=args.run_dir))
     about = dict(tile="errors over sizes of the gate", range="factors outside each dtype", speed="factored and exact tiles", loss="nano with either gate")
