@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 import demo
 import jax
 import numpy as np
+from record import run_record
 
 import longmoe
 from longmoe import plotting
@@ -30,7 +30,6 @@ from longmoe.data.token_folder import read_token_folder
 from longmoe.evaluation.statistics import student
 from longmoe.evaluation.text import evaluate_batches, make_loss_function
 from longmoe.train.metrics import read_lines
-from longmoe.train.run_files import commit, versions
 
 Figures = dict[str, Any]
 """Name -> a number, or a list of numbers that is as long in every run of an arm."""
@@ -177,7 +176,7 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
     args = parser.parse_args(argv)
     if args.seeds < 1:
         parser.error(f"--seeds: got {args.seeds}, wanted at least 1")
-    args.name, args.command = name, " ".join(["python", f"experiments/{name}.py", *(sys.argv[1:] if argv is None else argv)])
+    args.name, args.argv = name, argv
     args.out = args.out or args.run_dir / "results.json"
     args.size, args.seeds = ("smoke", range(1)) if args.smoke else (args.size, range(args.seeds))
     if args.smoke:
@@ -188,12 +187,11 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
 
 def write_results(args: argparse.Namespace, seconds: float, results: Mapping[str, Any], figure: bytes) -> None:
     """Writes `results`, with what they were made by and on, to --out and the figure beside it. seconds: on the device."""
-    record = dict(command=args.command, size=args.size, seeds=list(args.seeds), device_minutes=round(seconds / 60, 1),
-                  run=dict(versions=versions(), commit=commit(), device=jax.devices()[0].device_kind))
+    record = dict(size=args.size, seeds=list(args.seeds), run=run_record(f"{args.name}.py", args.argv, seconds))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**results, **record}, indent=1, allow_nan=False) + "\n")
     args.out.with_name(f"{args.name}.png").write_bytes(figure)
-    print(f"{args.out} and {args.name}.png, {record['device_minutes']} device minutes")
+    print(f"{args.out} and {args.name}.png, {record['run']['device_minutes']} device minutes")
 
 
 @contextmanager

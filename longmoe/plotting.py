@@ -31,7 +31,9 @@ class Panel(NamedTuple):
     bands: Mapping[str, Band]
     """A name has one colour in all panels of a figure."""
     xscale: str = "linear"
+    """Or "log", or "log2", whose ticks are the points themselves."""
     yscale: str = "linear"
+    title: str = ""
 
 
 class Intervals(NamedTuple):
@@ -91,16 +93,24 @@ def compare_runs(steps: Mapping[str, Sequence[int]], panels: Mapping[str, Mappin
     return figure
 
 
-def band_panels(panels: Sequence[Panel]) -> Figure:
-    """Lines with the shaded intervals about them, a panel below the other."""
-    figure = Figure(figsize=(_WIDTH, 0.5 + 2.5 * len(panels)), layout="constrained")
+def band_panels(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
+    """Lines with the shaded intervals about them, row by row in `columns`; points and bounds that are not finite are left out."""
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=((0.75 if columns > 1 else 1) * _WIDTH * columns, 0.5 + 2.5 * rows), layout="constrained")
     names = list(dict.fromkeys(name for panel in panels for name in panel.bands))
     styles = {name: dict(color=PALETTE[i % len(PALETTE)], linestyle=("-", "--", ":")[i // len(PALETTE) % 3]) for i, name in enumerate(names)}
-    for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels):
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(rows, columns, place)
         for name, band in panel.bands.items():
-            axes.plot(band.x, band.mean, **styles[name], label=name, marker="o" if len(band.x) < 30 else None, markersize=3)
-            axes.fill_between(band.x, np.asarray(band.low, float), np.asarray(band.high, float), color=styles[name]["color"], alpha=0.2, linewidth=0)
-        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, xscale=panel.xscale, yscale=panel.yscale)
+            x, mean, low, high = (np.asarray(values, float) for values in band)
+            shown = np.isfinite(mean)
+            axes.plot(x[shown], mean[shown], **styles[name], label=name, marker="o" if len(x) < 30 else None, markersize=3)
+            axes.fill_between(x, low, high, where=np.isfinite(low) & np.isfinite(high), color=styles[name]["color"], alpha=0.2, linewidth=0)
+        axes.set_xscale(panel.xscale.rstrip("2"), **({"base": 2} if panel.xscale == "log2" else {}))
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale, title=panel.title)
+        if panel.xscale == "log2":
+            ticks = sorted({point for band in panel.bands.values() for point in band.x})
+            axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
         # A legend wider than its axes would take the layout's whole width from them.
         axes.legend(ncols=max(1, min(3, 75 // (6 + max(map(len, panel.bands))))), fontsize=7)
         _tidy(axes)
