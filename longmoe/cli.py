@@ -81,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"longmoe {command}: interrupted", file=sys.stderr)
         return 130
-    except RuntimeError as error:
-        if not str(error).startswith("Unable to initialize backend"):
+    except (RuntimeError, AssertionError) as error:
+        # JAX says it in words for a backend that does not start, and by a bare assertion for one that this installation does not have.
+        no_backend = not str(error) and "JAX_PLATFORMS" in os.environ if isinstance(error, AssertionError) else str(error).startswith(
+            "Unable to initialize backend")
+        if not no_backend:
             raise
-        print(f"longmoe {command}: JAX_PLATFORMS: got {os.environ.get('JAX_PLATFORMS', '')!r}, which JAX cannot use here ({str(error).splitlines()[0]}). "
+        reason = f" ({str(error).splitlines()[0]})" if str(error) else ""
+        print(f"longmoe {command}: JAX_PLATFORMS: got {os.environ.get('JAX_PLATFORMS', '')!r}, which JAX cannot use here{reason}. "
               "Unset it to run on what this machine has, or install JAX for its GPU: pip install 'longmoe[gpu]'", file=sys.stderr)
         return 2
     return 0
@@ -108,11 +112,12 @@ def _with_stages(cfg: TrainConfig, file: str | None) -> TrainConfig:
     if file is None:
         return cfg
     listed = json.dumps({"stages": data_command.read_list(file, "stages")})
-    return cfg.with_stages(from_json(_Stages, listed).stages)
+    return cfg.with_stages(from_json(Listed, listed).stages)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stages:
+class Listed:
+    """What a file of stages holds."""
     stages: tuple[StageConfig, ...]
 
 

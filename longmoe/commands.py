@@ -3,7 +3,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -31,12 +31,14 @@ from longmoe.train.run_files import RunPaths
 
 EDGES = (0, 8, 32, 128, 512, 2048, 8192, 32768, 131072, 524288)
 """Position bins of `longmoe eval`, as far as a row goes."""
+WINDOW = 20
+"""Logged steps that a report's curves are means of; a fifth of a short run's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
     """Scores a run's newest checkpoint on the held-out part of its data; prints the figures and writes them to RUN/evaluations/step<step>-heldout-*.json."""
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """Run directory."""
     step: int | None = None
     """A step whose checkpoint was kept; None is the newest."""
@@ -51,7 +53,7 @@ class Eval:
     graph_walks, code_hops, mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their
     length)."""
     lengths: tuple[int, ...] = ()
-    """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's sequence length."""
+    """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's rows, or 1,024."""
     samples: int = 16
     """With suite: examples of each task and length (of each depth, for needles; whole traces, for consistency)."""
     seed: int = 0
@@ -63,7 +65,7 @@ class Eval:
 @dataclasses.dataclass(frozen=True)
 class Generate:
     """Continues a prompt with a run's newest checkpoint, and prints the text as it comes."""
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """Run directory."""
     prompt: str = ""
     """Text to continue; the model reads it as the beginning of a document."""
@@ -84,7 +86,7 @@ class Generate:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """One HTML page about one run, or one that compares several."""
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run directories."""
     out: str = ""
     """The page; by default report.html in the run, or comparison.html here for several."""
@@ -202,16 +204,24 @@ def _figures(runs: Mapping[str, tuple[dict[str, Any], list[dict[str, Any]]]]) ->
     for name, (record, lines) in runs.items():
         tail = lines[-max(1, len(lines) // 5):]
         mean = lambda figure, tail=tail: float(np.mean([np.mean(line[figure]) for line in tail])) if tail[0].get(figure) else float("nan")
-        rows.append((name, f"{lines[-1]['step']:,}", f"{sum(line['tokens'] for line in lines):,}", f"{mean('loss'):.4f}", f"{mean('max_violation'):.3f}",
+        rows.append((name, f"{lines[-1]['step']:,}", _trained_tokens(lines), f"{mean('loss'):.4f}", f"{mean('max_violation'):.3f}",
                      f"{np.median([line['tokens_per_second'] for line in lines]):,.0f}", str(record["device"]), str(record["commit"])[:10]))
+    window = max(1, min(WINDOW, min(map(len, steps.values())) // 5))
     sections = [html.Section("Figures", [html.Table(rows)]),
-                html.Section("Over steps", [html.Picture(plotting.png(plotting.compare_runs(steps, panels)), "Means over 20 logged steps")])]
+                html.Section("Over steps", [html.Picture(plotting.png(plotting.compare_runs(steps, panels, window=window)),
+                                                         f"Means over {window} logged steps" if window > 1 else "Each logged step")])]
     if len(runs) == 1 and any("expert_load" in line for line in lines):
         loaded = [line for line in lines if line.get("expert_load")]
         if loaded:
             figure = plotting.expert_load([line["step"] for line in loaded], np.array([line["expert_load"] for line in loaded]))
             sections.append(html.Section("Experts", [html.Picture(plotting.png(figure), "Load of each expert over steps")]))
     return sections
+
+
+def _trained_tokens(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Of all steps. Where not every step was logged, those between are taken to be like them."""
+    total = sum(line["tokens"] for line in lines)
+    return f"{total:,}" if len(lines) == lines[-1]["step"] else f"about {round(total / len(lines) * lines[-1]['step']):,}"
 
 
 def _evaluations(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[html.Section]:
@@ -229,7 +239,7 @@ def _evaluations(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[html.
              str(row["scores"]["official"]["n"]), f"{row['scores']['chance']:.3f}") for name, record in named for row in record.get("tasks", [])]
     if rows:
         sections.append(html.Section("Long-context suites", [html.Table([("evaluation", *COLUMNS), *rows]),
-                                                             "Each has a page of its own in the run's folder `evaluations`."]))
+                                                             "Each has a page in its run's folder evaluations, which says what was left out too."]))
     return sections
 
 

@@ -83,8 +83,8 @@ def run_suites(asked: SuiteRun) -> None:
                 results += Results((), () if isinstance(found, Positions) else (found,))
                 progress(POSITIONS, asked.samples)
             page = _write(asked, lengths, results, positions)
-    _print(asked.run, results)
-    print(page)
+    _print(asked.run, results, positions)
+    print(f"{page.with_suffix('.json')}\n{page}")
 
 
 def _tasks(asked: SuiteRun, config: TrainConfig) -> list[Task]:
@@ -137,10 +137,18 @@ def _write(asked: SuiteRun, lengths: Sequence[int], results: Results, positions:
     return write_report(path.with_suffix(".html"), f"{asked.run}, step {asked.step:,}: {', '.join(asked.suites)}", sections(results, positions))
 
 
-def _print(run: str, results: Results) -> None:
+def _print(run: str, results: Results, positions: Sequence[Positions]) -> None:
     table = Table(*COLUMNS, title=run)
     for row in score_rows(results):
         table.add_row(*row)
     for unfit in results.unfit:
         table.add_row(unfit.task, f"{unfit.length:,}", "left out", "", "", "")
-    Console().print(table)
+    console = Console(highlight=False)
+    if table.row_count:
+        console.print(table)
+    for found in positions:
+        last = found.gains[-1]
+        console.print(f"positions, {found.documents} documents of {found.length:,} tokens: {found.nats_per_token[-1]:.4f} nats a token in the last bin; the "
+                      f"last tokens lose {last.gain:.4f} nats from {found.gains[0].context:,} to {last.context:,} tokens of context")
+    for unfit in results.unfit:
+        console.print(f"{unfit.task} left out at {unfit.length:,}: {unfit.reason}")

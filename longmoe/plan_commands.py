@@ -21,6 +21,7 @@ from longmoe.planner import Estimate, estimate
 from longmoe.train.memory import TrainingMemory
 from longmoe.train.optim import optimizer_labels
 from longmoe.train.run_files import PACKAGES, installed_version
+from longmoe.train.startup import described_data
 from pallas_kernels.bench import grouped_matmul, kda_cpu, kda_gpu
 from pallas_kernels.dispatch import unmet_on_hopper
 
@@ -47,7 +48,7 @@ def parameters_table(found: Estimate, length: int) -> Table:
     table = Table("figure", "value", title="Parameters and FLOPs")
     rows = [("parameters", f"{found.total_params:,}"), *((f"  {part}", f"{count:,}") for part, count in found.params_by_part.items()),
             ("active a token", f"{found.active_params:,}"), (f"forward FLOPs a token at {length:,}", f"{found.flops_per_token:.3e}"),
-            ("cache bytes a token", f"{found.kv_bytes_per_token:,}"), ("state bytes a sequence", f"{found.state_bytes_per_sequence:,}")]
+            (f"cache bytes a token, {found.model.dtype}", f"{found.kv_bytes_per_token:,}"), ("state bytes a sequence", f"{found.state_bytes_per_sequence:,}")]
     for row in rows:
         table.add_row(*row)
     return table
@@ -69,7 +70,7 @@ def serving_tables(found: Serving) -> tuple[Table, Table]:
     fixed = Table("figure", "value", title=f"Serving on {on.devices} devices of {on.memory / 1e9:,.0f} GB: experts {on.weights}, "
                                            f"cache {on.cache}, state {on.state}")
     for row in [("routed experts, GB", f"{found.expert_bytes / 1e9:,.2f}"), ("other weights, GB", f"{found.other_bytes / 1e9:,.2f}"),
-                ("cache bytes a token", f"{found.latent_bytes_per_token:,}"),
+                (f"cache bytes a token, {on.cache}", f"{found.latent_bytes_per_token:,}"),
                 ("state a sequence, MB", f"{found.state_bytes / 1e6:,.1f} and convolutions {found.conv_bytes / 1e6:,.1f}"),
                 ("a snapshot of the state is as large as", f"{found.snapshot_tokens:,.0f} tokens of cache"),
                 ("FLOPs a token in the weights", f"{found.weight_flops:.3e}")]:
@@ -92,7 +93,8 @@ def dry_run(cfg: TrainConfig) -> None:
     for (path, leaf), label in zip(leaves, labels, strict=True):
         name = path_name(path)
         print(f"{name:64s} {str(list(leaf.shape)):28s} {leaf.dtype!s:10s} {label:10s} {tuple(spec_of(name))}")
-    print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
+    print(f"\nmesh: {dataclasses.asdict(cfg.mesh)} (-1: all devices that are left) on {len(jax.devices())} devices, {jax.devices()[0].device_kind}")
+    print(f"data: {described_data(cfg)}")
     platform = "cpu" if jax.default_backend() == "cpu" else "gpu"
     found, console = estimate(cfg, platform=platform), Console()
     console.print(parameters_table(found, cfg.data.sequence_length))

@@ -57,10 +57,11 @@ def test_a_kernel_that_needs_a_gpu_is_refused_with_its_reason(capsys):
     assert "wanted a Hopper GPU" in capsys.readouterr().err
 
 
-def test_a_platform_that_is_not_there_is_said():
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_a_platform_that_is_not_there_is_said(platform):
     """In a process of its own: JAX looks for its devices once."""
-    found = subprocess.run([sys.executable, "-m", "longmoe", "doctor"], env={**os.environ, "JAX_PLATFORMS": "tpu"}, capture_output=True, text=True)
-    assert found.returncode == 2 and "JAX_PLATFORMS: got 'tpu'" in found.stderr and "Traceback" not in found.stderr
+    found = subprocess.run([sys.executable, "-m", "longmoe", "doctor"], env={**os.environ, "JAX_PLATFORMS": platform}, capture_output=True, text=True)
+    assert found.returncode == 2 and f"JAX_PLATFORMS: got '{platform}'" in found.stderr and "Traceback" not in found.stderr
 
 
 def test_jax_of_another_version_is_said():

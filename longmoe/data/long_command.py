@@ -18,9 +18,6 @@ from longmoe.data.sources import Contents, load_tokenizer
 from longmoe.data.tokenizer import Tokenizer
 from longmoe.data.traces import trace_documents
 
-_SAMPLE = 1 << 20
-"""Characters of filling whose tokens are counted, to turn lengths in tokens into characters."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Long:
@@ -38,9 +35,9 @@ class Long:
     documents: int = 100
     """Documents to write; used by planted and traces."""
     least_tokens: int | None = None
-    """Shortest document, about; 1,024 for planted and traces. Folders that are shorter are left out (None: none)."""
+    """Shortest document; 1,024 for planted and traces. Folders that are shorter are left out (None: none)."""
     most_tokens: int = 16384
-    """Longest document, about: lengths are log-uniform up to it; used by planted and traces."""
+    """Longest document: its filling's length is log-uniform up to it, and facts and questions come on top; used by planted and traces."""
     questions: int = 8
     """Questions behind a document; used by planted."""
     facts: tuple[str, ...] = tuple(KINDS)
@@ -77,18 +74,19 @@ def _documents(args: Long, tokenizer: Tokenizer) -> Iterator[LongDocument]:
     if args.kind == "folders":
         return folder_documents(args.text, suffixes=suffixes, depth=args.depth, order=args.order)
     files = Contents(SourceConfig(kind="text", path=args.text), TextFiles(Path(args.text), suffixes))
-    filling = Filling([files.content(i) for i in range(len(files))])
-    sample = "".join(filling.take(Draws(args.seed), _SAMPLE))
-    characters_a_token = len(sample) / len(tokenizer.encode(sample))
+    filling = Filling([files.content(i) for i in range(len(files))], tokenizer)
     least, most = math.log(args.least_tokens or 1024), math.log(args.most_tokens)
 
-    def characters(draws: Draws) -> int:
-        return int(characters_a_token * math.exp(least + (most - least) * float(draws.uniform(1)[0])))
+    def length(draws: Draws) -> int:
+        return int(math.exp(least + (most - least) * float(draws.uniform(1)[0])))
 
+    wanted = args.documents * (math.exp(most) - math.exp(least)) / max(most - least, 1e-9)
+    if wanted > filling.tokens:
+        print(f"{args.text} holds {filling.tokens:,} tokens of filling; {args.documents:,} documents take about {wanted:,.0f}, so that texts come again")
     if args.kind == "traces":
-        made = trace_documents(filling, seed=args.seed, characters=characters)
+        made = trace_documents(filling, seed=args.seed, length=length)
     else:
-        made = planted_documents(filling, seed=args.seed, questions=args.questions, characters=characters, kinds=args.facts)
+        made = planted_documents(filling, seed=args.seed, questions=args.questions, length=length, kinds=args.facts)
     return itertools.islice(made, args.documents)
 
 

@@ -1,6 +1,6 @@
 """Long documents out of short ones, the same on every machine: whole folders, texts with planted facts, traces of an agent's work.
 
-    documents = planted_documents(Filling(texts), seed=0, questions=4, characters=lambda draws: 65_536)
+    documents = planted_documents(Filling(texts, tokenizer), seed=0, questions=4, length=lambda draws: 65_536)
     write_long_documents("long.jsonl", itertools.islice(documents, 100), tokenizer)
 """
 
@@ -102,24 +102,30 @@ def _toctree(texts: dict[str, str], page: str, seen: frozenset[str] = frozenset(
 
 
 class Filling:
-    """Short texts as an endless supply of chunks: in an order of the draws, WOVEN texts at a time, their chunks taking turns."""
+    """Short texts as an endless supply of chunks: in an order of the draws, WOVEN texts at a time, their chunks taking turns.
 
-    def __init__(self, texts: Sequence[str]):
-        self._chunks = [chunks for text in texts if (chunks := list(_chunks(text)))]
-        if not self._chunks:
+    `tokens`: those of all texts.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer):
+        cut = [chunks for text in texts if (chunks := list(_chunks(text)))]
+        if not cut:
             raise ValueError(f"texts: got {len(texts)} without a character, wanted at least one text")
+        sizes = iter(map(len, tokenizer.encode_batch([chunk for chunks in cut for chunk in chunks])))
+        self._chunks = [[(chunk, next(sizes)) for chunk in chunks] for chunks in cut]
+        self.tokens = sum(size for chunks in self._chunks for _, size in chunks)
 
-    def take(self, draws: Draws, characters: int) -> list[str]:
-        """Chunks of at least `characters` in all; texts come again when there are too few."""
-        taken, size = [], 0
-        while size < characters:
+    def take(self, draws: Draws, tokens: int) -> list[str]:
+        """Chunks of `tokens` in all, the last one over it or not; texts come again when there are too few."""
+        taken, total = [], 0
+        while total < tokens:
             order = draws.permutation(len(self._chunks)).tolist()
             for start in range(0, len(order), WOVEN):
                 woven = itertools.zip_longest(*(self._chunks[i] for i in order[start:start + WOVEN]))
-                for chunk in filter(None, itertools.chain.from_iterable(woven)):
+                for chunk, size in filter(None, itertools.chain.from_iterable(woven)):
                     taken.append(chunk)
-                    size += len(chunk)
-                    if size >= characters:
+                    total += size
+                    if total >= tokens:
                         return taken
         return taken
 

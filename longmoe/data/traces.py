@@ -17,37 +17,37 @@ _KINDS = (_READ, _READ, _SET, _ADD, _ASK)
 _READ_CHARACTERS = 1200
 
 
-def trace_documents(filling: Filling, *, seed: int, characters: Callable[[Draws], int]) -> Iterator[LongDocument]:
+def trace_documents(filling: Filling, *, seed: int, length: Callable[[Draws], int]) -> Iterator[LongDocument]:
     """Endless traces: the user has counts set and added to, files read (whose long output is filling), and asks for counts.
 
-    characters: (draws) -> length of a trace. An answer rests on the last set of its name and on every addition since: sums over several places. The
-    assistant's turns are its calls and answers. Trace i depends on seed, i and the filling alone.
+    length: (draws) -> tokens of filling in a trace, which ends when all of it has been read; what is said comes on top. An answer rests on the last set of
+    its name and on every addition since: sums over several places. The assistant's turns are its calls and answers. Trace i depends on seed, i and the
+    filling alone.
     """
     index = 0
     while True:
         draws = Draws(text_key("trace"), seed, index)
-        yield _trace(f"trace-{seed}-{index}", filling, characters(draws), draws)
+        yield _trace(f"trace-{seed}-{index}", filling, length(draws), draws)
         index += 1
 
 
-def _trace(name: str, filling: Filling, characters: int, draws: Draws) -> LongDocument:
+def _trace(name: str, filling: Filling, tokens: int, draws: Draws) -> LongDocument:
     names = draw_pairs(draws, ITEMS)
-    chunks = iter(filling.take(draws, characters))
+    chunks, unread = iter(filling.take(draws, tokens)), True
     counts: dict[str, int] = {}
     told: dict[str, list[int]] = defaultdict(list)                      # turns that the present count of a name rests on
-    turns, evidence, size = [Turn("system", SYSTEM)], [], len(SYSTEM)
+    turns, evidence = [Turn("system", SYSTEM)], []
 
     def say(role: str, content: str) -> None:
-        nonlocal size
         turns.append(Turn(role, content))
-        size += len(content)
 
-    while size < characters or not evidence:
+    while unread or not evidence:
         kind, item, n = _KINDS[draws.integer(len(_KINDS))], names[draws.integer(ITEMS)], 1 + draws.integer(99)
         if kind == _READ:
             output = ""
             while len(output) < _READ_CHARACTERS and (chunk := next(chunks, "")):
                 output += chunk
+            unread = bool(output)
             if output:
                 say("user", f"Read file {len(turns)}.")
                 say("assistant", f"read({len(turns) - 1})")

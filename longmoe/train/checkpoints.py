@@ -188,9 +188,9 @@ def _remove(folder: epath.Path) -> None:
 def _check_whole(directory: epath.Path, step: int, steps: list[int], parts: tuple[str, ...] | None = None) -> None:
     found = manifest.damage(directory / str(step), step, parts)
     if found:
-        more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError(f"{directory / str(step)}: this checkpoint is damaged: {'; '.join(found[:5])}{more}. Put the files back, "
-                         f"resume from another step with --resume-from ({_listed([other for other in steps if other != step])}), or start over with --fresh")
+        more, others = f"; and {len(found) - 5} more" if len(found) > 5 else "", _listed([other for other in steps if other != step])
+        instead = f"take another step ({others})" if parts else f"resume from another step with --resume-from ({others}), or start over with --fresh"
+        raise ValueError(f"{directory / str(step)}: this checkpoint is damaged: {'; '.join(found[:5])}{more}. Put the files back, or {instead}")
 
 
 def _one_of(step: int, steps: list[int], name: str, directory: epath.Path) -> int:

@@ -83,6 +83,8 @@ def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int |
             log.info("%s cannot be appended to: metrics.jsonl and log.txt grow in %s and are copied at each checkpoint", paths.root, files.log.parent)
         if not signals.in_main_thread:
             log.info("not in the main thread: SIGTERM and SIGINT will not save the run's state")
+        if signals.ignored:
+            log.info("this process ignores %s, as whatever started it asked: it will neither stop nor save the run", " and ".join(signals.ignored))
         with Checkpoints(paths.checkpoints, cfg.checkpoint) as checkpoints:
             mesh = make_mesh(cfg.mesh)
             state, data_state = _begin(cfg, checkpoints, mesh, resume_from)

@@ -64,16 +64,17 @@ def _describe(run_json: Path) -> tuple[float, tuple[str, ...]] | None:
     metrics = run_json.parent / "metrics.jsonl"
     line = last_line(metrics)
     changed = max(path.stat().st_mtime for path in (run_json, metrics) if path.exists())
-    return changed, _cells(run_json.parent.name, record, line, metrics.stat().st_mtime if line else None)
+    return changed, _cells(run_json.parent.name, record, line, metrics.stat().st_mtime if line else None,
+                           (run_json.parent / "report.html").exists())
 
 
-def _cells(name: str, record: Mapping[str, Any], line: Mapping[str, Any], stepped: float | None) -> tuple[str, ...]:
+def _cells(name: str, record: Mapping[str, Any], line: Mapping[str, Any], stepped: float | None, has_report: bool) -> tuple[str, ...]:
     config, escape = record.get("config", {}), lambda value: html.escape(str(value))
     model = config.get("model", {})
     number = lambda key, form: format(line[key], form) if isinstance(line.get(key), int | float) else escape(line.get(key, ""))
     violation = [value for value in line.get("max_violation", []) if isinstance(value, int | float)]
     when = "" if stepped is None else datetime.datetime.fromtimestamp(stepped, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (f"<a href=\"{escape(name)}/\">{escape(name)}</a>",
+    return (f"<a href=\"{escape(name)}/{'report.html' if has_report else ''}\">{escape(name)}</a>",
             escape(f"{model.get('num_layers', '?')} x {model.get('width', '?')}, {model.get('moe', {}).get('num_experts', '?')} experts"),
             escape(f"{line.get('step', 0)} / {config.get('steps', '?')}"), number("loss", ".4f"), number("tokens_per_second", ",.0f"),
             f"{max(violation):.2f}" if violation else "", number("skipped", "d"), escape(record.get("device", "")),

@@ -28,6 +28,11 @@ class StopSignals:
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
 
+    @property
+    def ignored(self) -> list[str]:
+        """Names of those that the process ignores; shells start background jobs (`command &`) of scripts so that they ignore SIGINT."""
+        return [number.name for number in (signal.SIGTERM, signal.SIGINT) if self.in_main_thread and number not in self._previous]
+
     def __enter__(self) -> "StopSignals":
         for number in (signal.SIGTERM, signal.SIGINT) if self.in_main_thread else ():
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -53,4 +58,5 @@ class StopSignals:
                 signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
             # Not through logging or print: their buffers may be in the middle of a write.
             with contextlib.suppress(OSError):                          # standard error may be closed
-                os.write(2, f"\n{self.received.name}: stopping, a step that runs is finished and saved first; SIGINT now interrupts at once\n".encode())
+                after = "; SIGINT now interrupts at once" if signal.SIGINT in self._previous else ""
+                os.write(2, f"\n{self.received.name}: stopping, the steps that run are finished and saved first{after}\n".encode())

@@ -29,7 +29,7 @@ def before_compiling(cfg: TrainConfig, mesh: jax.sharding.Mesh) -> Startup:
     lines = [", ".join(f"{name} {version or 'from source'}" for name, version in versions().items()),
              f"{len(devices)} x {devices[0].device_kind} in {jax.process_count()} process{'es' * (jax.process_count() > 1)}; mesh: {axes}",
              "kernels: " + ", ".join(f"{operator} {name}" for operator, name in available_kernels().items()) + " (longmoe doctor says why)",
-             f"data: {_data(cfg)}"]
+             f"data: {described_data(cfg)}"]
     limit = memory_limit(devices)
     if limit is None:
         return Startup(lines, {})
@@ -43,7 +43,8 @@ def before_compiling(cfg: TrainConfig, mesh: jax.sharding.Mesh) -> Startup:
     return Startup(lines, dict(estimated_bytes=memory.peak))
 
 
-def _data(cfg: TrainConfig) -> str:
+def described_data(cfg: TrainConfig) -> str:
+    """What a run with this config trains on, in words."""
     if cfg.data.task != "text":
         return f"generated, task {cfg.data.task}"
     named = cfg.data.path or ", ".join(source.label for source in cfg.data.sources)

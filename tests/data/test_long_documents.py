@@ -15,7 +15,7 @@ from longmoe.data.traces import trace_documents
 
 TEXTS = [f"text {i}\n" + "".join(f"line {j} of text {i} says nothing of note\n" for j in range(40)) for i in range(9)]
 BYTES = Tokenizer.of_bytes()
-length = lambda characters: lambda draws: characters
+fixed = lambda tokens: lambda draws: tokens
 
 
 @pytest.fixture
@@ -49,18 +49,18 @@ def test_manuals_are_read_in_order_of_their_toctrees(folder):
 
 
 def test_filling_weaves_texts_in_their_own_order():
-    chunks = Filling(TEXTS).take(Draws(1), 3 * sum(map(len, TEXTS)))
+    chunks = Filling(TEXTS, BYTES).take(Draws(1), 3 * sum(map(len, TEXTS)))
     assert sum(map(len, chunks)) >= 3 * sum(map(len, TEXTS)) and all(len(chunk) < CHUNK + 100 and chunk.endswith("\n") for chunk in chunks)
     assert [re.search(r"text (\d)", chunk)[1] for chunk in chunks[:8]][:4] == [re.search(r"text (\d)", chunk)[1] for chunk in chunks[:8]][4:]
     once = chunks[:sum(-(-len(text) // CHUNK) for text in TEXTS)]
     lines = [line for chunk in once for line in chunk.splitlines() if line.endswith("text 3 says nothing of note")]
     assert lines == TEXTS[3].splitlines()[1:][:len(lines)]
     with pytest.raises(ValueError, match="texts: got 1 without a character"):
-        Filling([""])
+        Filling([""], BYTES)
 
 
 def planted(kind, count=12, questions=2, seed=0):
-    return list(itertools.islice(planted_documents(Filling(TEXTS), seed=seed, questions=questions, characters=length(9000), kinds=(kind,)), count))
+    return list(itertools.islice(planted_documents(Filling(TEXTS, BYTES), seed=seed, questions=questions, length=fixed(9000), kinds=(kind,)), count))
 
 
 def solve(kind, text, question):
@@ -114,7 +114,7 @@ def test_distances_are_in_tokens():
 
 def test_traces_answer_from_what_was_done():
     answers, distances = 0, []
-    for document in itertools.islice(trace_documents(Filling(TEXTS), seed=0, characters=length(20_000)), 4):
+    for document in itertools.islice(trace_documents(Filling(TEXTS, BYTES), seed=0, length=fixed(20_000)), 4):
         counts = {}
         for turn, reply in itertools.pairwise(document.turns):
             if call := re.fullmatch(r"(set|add)\(([\w-]+), (\d+)\)", reply.content):
@@ -148,7 +148,7 @@ def test_the_command_writes_what_a_run_can_read(folder, tmp_path, capsys):
     flags = ["--text", str(folder), "--tokenizer", "bytes", "--documents", "6", "--least-tokens", "1024", "--most-tokens", "4096"]
     assert main(["data", "long", out, "--kind", "planted", "--form", "messages", *flags]) == 0
     said = capsys.readouterr().out
-    assert "6 documents" in said and "evidence" in said and "512 to 1,023" in said
+    assert "6 documents" in said and "so that texts come again" in said and "evidence" in said and "512 to 1,023" in said
     tokens = [json.loads(line)["tokens"] for line in open(out)]
     assert all(900 < n < 6000 for n in tokens) and len(set(tokens)) == 6
     (tmp_path / "mix.json").write_text(json.dumps([{"kind": "jsonl", "path": "planted.jsonl", "content": "messages"}]))

@@ -39,7 +39,8 @@ def test_figures_draw_without_a_display(name):
 
 def test_panels_show_each_series_with_its_interval():
     series = {"a": ([8, 16, 32], [0.5, 0.25, float("nan")], [0.4, 0.2, 0.0], [0.6, 0.3, 0.1]), "b": ([8], [0.1], [0.1], [0.1])}
-    first, second = plotting.interval_panels([plotting.Panel("x", "y", series, xscale="log2"), plotting.Panel("x", "y", {"b": series["b"]})]).axes
+    series = {name: plotting.Band(*values) for name, values in series.items()}
+    first, second = plotting.band_panels([plotting.Panel("x", "y", series, xscale="log2"), plotting.Panel("x", "y", {"b": series["b"]})]).axes
     assert first.lines[0].get_ydata().tolist() == [0.5, 0.25] and [tick.get_text() for tick in first.get_xticklabels()] == ["8", "16", "32"]
     heights = first.collections[0].get_paths()[0].vertices[:, 1]
     assert (heights.min(), heights.max()) == (0.0, 0.6)

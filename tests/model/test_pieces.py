@@ -58,6 +58,7 @@ def test_pieces_are_the_row(changes, packed):
     assert worst < 2e-5, jax.tree.map(rms_ratio, gradients, want_gradients)
 
 
+@pytest.mark.slow
 def test_a_convolution_of_one_tap_hands_on_its_document():
     config = tiny(kda=KDAConfig(num_heads=2, head_dim=16, conv_width=1), num_layers=1, mla_every=0, dense_layers=1)
     variables = longmoe.init_variables(config, jax.random.key(0))
@@ -67,10 +68,11 @@ def test_a_convolution_of_one_tap_hands_on_its_document():
     assert rms_ratio(got, want) < 2e-6
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_grows_by_what_is_kept_alone():
     """Four times the tokens: what is held besides the layers' inputs and outputs stays."""
     def temporary(tokens, chunk):
-        config = tiny(num_layers=2, dense_layers=0, token_chunk=chunk, dtype="bfloat16")
+        config = tiny(mla_every=0, token_chunk=chunk, dtype="bfloat16")
         variables = jax.eval_shape(longmoe.LongMoE(config).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
 
         def loss(params, rest, tokens):
@@ -81,7 +83,7 @@ def test_memory_of_a_step_grows_by_what_is_kept_alone():
         return program.memory_analysis().temp_size_in_bytes
 
     whole, pieces = (temporary(4096, chunk) - temporary(1024, chunk) for chunk in (None, 256))
-    assert pieces < 0.2 * whole, (pieces, whole)
+    assert pieces < 0.12 * whole, (pieces, whole)
 
 
 def test_what_does_not_fit_is_said():

@@ -144,8 +144,10 @@ def test_the_index_has_one_line_a_run(tmp_path):
     assert text.startswith(MARK) and text.count("<tr>") == 3 and "broken" not in text and "corpus" not in text
     assert "a&lt;b&gt;" in text and "<b>" not in text and "<td>nan</td>" in text
     assert "<td>2 / 100</td><td>2.5000</td><td>1,234</td><td>0.50</td><td>0</td><td>cpu</td><td>abcdef0</td>" in text
+    assert '<a href="first/">first</a>' in text
+    (tmp_path / "first" / "report.html").touch()
     (tmp_path / "first" / "metrics.jsonl").unlink()
-    assert "<td>0 / 100</td>" in write_run_index(tmp_path).read_text()
+    assert "<td>0 / 100</td>" in (text := write_run_index(tmp_path).read_text()) and '<a href="first/report.html">first</a>' in text
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["index.html"]
 
 

@@ -21,6 +21,7 @@ from longmoe.cli import main
 from longmoe.configs import CheckpointConfig
 from longmoe.train import loop, run_files
 from longmoe.train.metrics import CLOCK, read_lines
+from longmoe.train.signals import StopSignals
 
 
 def config(sources, optimizer="muon", **changes):
@@ -100,6 +101,14 @@ def kill_at(monkeypatch):
         monkeypatch.setattr(loop._Recorder, "record", record)
     yield at
     signal.signal(signal.SIGINT, inherited)
+
+
+def test_ignored_signals_are_named(kill_at):
+    with StopSignals() as signals:
+        assert signals.ignored == []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopSignals() as signals:
+        assert signals.ignored == ["SIGINT"]
 
 
 @pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.exhaustive)])
