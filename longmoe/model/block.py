@@ -20,7 +20,7 @@ from longmoe.shapes import Array, Float, Hidden, Int
 
 @struct.dataclass
 class Depth:
-    """What a layer reads from the layers before it.
+    """What a layer reads from the layers before it: hidden states [B, T, D], or cut into pieces (`cut`) from the embedding to the last mixture.
 
     bank: finished depth sources (block: the embedding and each finished block's sum; full: every sublayer's output; plain: none).
     partial: the running sum of the present block (plain: the residual stream); None where a block opens.
@@ -72,9 +72,7 @@ class DecoderLayer(nn.Module):
     def __call__(self, depth: Depth, skip_partial: Array | None, runs: Int[Array, "B T"] | None,
                  cache: LayerCache | None) -> tuple[Depth, LayerAux]:
         """skip_partial (bool scalar): leaves `partial`, then zero, out of the first mixture: this layer opens a block inside a scan."""
-        if self.return_depth_weights is False and cache is None and in_pieces(self.config, num_tokens(depth)):
-            return self._pieces(depth, skip_partial, runs)
-        return self._whole(depth, skip_partial, runs, cache)
+        return self._pieces(depth, skip_partial, runs) if is_cut(depth) else self._whole(depth, skip_partial, runs, cache)
 
     def _whole(self, depth: Depth, skip_partial: Array | None, runs: Array | None, cache: LayerCache | KDACarry | None,
                row: LatentRow | None = None) -> tuple[Depth, LayerAux]:
@@ -100,19 +98,15 @@ class DecoderLayer(nn.Module):
         return self.attn_norm(h), weights
 
     def _pieces(self, depth: Depth, skip_partial: Array | None, runs: Array | None) -> tuple[Depth, LayerAux]:
-        """`_whole` on config.token_chunk tokens after another. A KDA layer hands its state on; in an MLA layer each piece attends to the latents of the row,
-        which are made first. Each piece is recomputed by itself in the backward pass."""
-        tokens, size = num_tokens(depth), self.config.token_chunk
-        if tokens % size:
-            raise ValueError(f"token_chunk: got {size} for rows of {tokens} tokens, wanted a divisor of their length")
-        batch = jax.tree.leaves(depth)[0].shape[0]
-        pieces = (jax.tree.map(lambda x: cut(x, size), depth), None if runs is None else cut(runs, size), jnp.arange(0, tokens, size))
+        """`_whole` on one piece after another. A KDA layer hands its state on; in an MLA layer each piece attends to the latents of the row, which are made
+        first. Each piece is recomputed by itself in the backward pass."""
+        count, batch, size, _ = jax.tree.leaves(depth)[0].shape
+        pieces = (depth, None if runs is None else cut(runs, size), size * jnp.arange(count))
         latent = None
         if self.mixer == "mla":
             latent = join(over_pieces(self.config, DecoderLayer._latents)(self, None, pieces, skip_partial)[1])
         carry = init_carry(self.config, batch) if self.mixer == "kda" else None
         _, (written, stats, max_logits) = over_pieces(self.config, DecoderLayer._piece)(self, carry, pieces, (skip_partial, latent, runs))
-        written = jax.tree.map(join, written)
         total = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), stats)
         return Depth(bank=(*depth.bank, *written.bank), partial=written.partial), LayerAux(
             router_stats=total, cache=None, depth_weights=None, max_logits=None if max_logits is None else jnp.max(max_logits, axis=0), balance_loss=None)
@@ -154,17 +148,19 @@ def sources(depth: Depth) -> tuple[Hidden, ...]:
     return depth.bank if depth.partial is None else (*depth.bank, depth.partial)
 
 
-def num_tokens(depth: Depth) -> int:
-    return jax.tree.leaves(depth)[0].shape[1]
-
-
 def in_pieces(config: ModelConfig, tokens: int) -> bool:
     """Whether rows of so many tokens are cut (ModelConfig.token_chunk)."""
     return config.token_chunk is not None and tokens > config.token_chunk and axis_size("context") == 1
 
 
+def is_cut(depth: Depth) -> bool:
+    return jax.tree.leaves(depth)[0].ndim == 4
+
+
 def cut(x: Array, size: int) -> Array:
-    """[B, T, ...] -> [T / size, B, size, ...]."""
+    """[B, T, ...] -> [T / size, B, size, ...]: the loop over pieces then copies nothing, forwards or backwards. ValueError where size does not divide T."""
+    if x.shape[1] % size:
+        raise ValueError(f"token_chunk: got {size} for rows of {x.shape[1]} tokens, wanted a divisor of their length")
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
@@ -187,9 +183,9 @@ def remat_policy(config: ModelConfig) -> Callable[..., bool]:
     return names
 
 
-def remat_layer(config: ModelConfig, in_scan: bool, tokens: int) -> type[DecoderLayer]:
-    """DecoderLayer under the config's rematerialisation policy, for rows of `tokens`: where they are cut, each piece has it."""
-    if config.remat == "none" or in_pieces(config, tokens):
+def remat_layer(config: ModelConfig, in_scan: bool, depth: Depth) -> type[DecoderLayer]:
+    """DecoderLayer under the config's rematerialisation policy, for what it will read: where that is cut, each piece has it."""
+    if config.remat == "none" or is_cut(depth):
         return DecoderLayer
     return nn.remat(DecoderLayer, policy=remat_policy(config), prevent_cse=not in_scan)
 
@@ -208,7 +204,7 @@ class SuperBlock(nn.Module):
     def __call__(self, partial: Hidden, is_first: Array, caches: Any, bank: tuple[Hidden, ...],
                  runs: Array | None) -> tuple[Hidden, list[LayerAux]]:
         depth, auxiliaries = Depth(bank=bank, partial=partial), []
-        layer_class = remat_layer(self.config, in_scan=True, tokens=num_tokens(depth))
+        layer_class = remat_layer(self.config, in_scan=True, depth=depth)
         for step, (mixer, is_dense) in enumerate(self.kinds):
             layer = layer_class(self.config, mixer, is_dense, self.return_depth_weights, self.return_max_logits, name=f"step_{step}")
             skip = is_first if self.opens_block and step == 0 and self.config.residual.kind == "block" else None

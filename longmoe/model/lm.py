@@ -10,7 +10,7 @@ from flax import struct
 
 from longmoe.configs import ModelConfig
 from longmoe.model.attn_residuals import DepthMix
-from longmoe.model.block import Depth, LayerAux, SuperBlock, cut, in_pieces, join, mean_weights, num_tokens, over_pieces, remat_layer, sources
+from longmoe.model.block import Depth, LayerAux, SuperBlock, cut, in_pieces, is_cut, join, mean_weights, over_pieces, remat_layer, sources
 from longmoe.model.cache import init_layer_cache
 from longmoe.model.depth import Group, flat_plan, plan
 from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
@@ -61,6 +61,8 @@ class LongMoE(nn.Module):
         runs = None if segment_ids is None else document_runs(segment_ids)
         table = self.param("embedding", nn.initializers.normal(config.init_std), (config.vocab_size, config.width), jnp.dtype(config.param_dtype))
         embedded = lookup(table, tokens).astype(config.dtype)
+        if cache is None and not return_depth_weights and in_pieces(config, tokens.shape[1]):
+            embedded = cut(embedded, config.token_chunk)
         depth = Depth(bank=(embedded,) if config.residual.kind == "full" else (), partial=None if config.residual.kind == "full" else embedded)
         auxiliaries = {}
         for block in plan(config):
@@ -81,7 +83,7 @@ class LongMoE(nn.Module):
 
     def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, asked: Mapping[str, bool]) -> tuple[Depth, LayerAux]:
         mixer, is_dense = self._kind(group.start)
-        layer = remat_layer(self.model_config, in_scan=False, tokens=num_tokens(depth))(self.model_config, mixer, is_dense, **asked, name=group.name)
+        layer = remat_layer(self.model_config, in_scan=False, depth=depth)(self.model_config, mixer, is_dense, **asked, name=group.name)
         return layer(depth, None, runs, cache)
 
     def _run_scanned(self, group: Group, depth: Depth, runs: Array | None, caches: Any, asked: Mapping[str, bool]) -> tuple[Depth, list[LayerAux]]:
@@ -99,13 +101,11 @@ class LongMoE(nn.Module):
 
     def _output(self, depth: Depth, runs: Array | None, return_depth_weights: bool) -> tuple[Hidden, Array | None]:
         """The head's input, and the last mixture's mean weights where they are asked for."""
-        config = self.model_config
-        if return_depth_weights or not in_pieces(config, num_tokens(depth)):
-            hidden, weights = self._last_mixture(sources(depth))
-            return hidden, None if weights is None or not return_depth_weights else mean_weights(weights, runs)
-        body = lambda model, carry, piece, rows: (carry, model._last_mixture(piece)[0])
-        pieces = tuple(cut(source, config.token_chunk) for source in sources(depth))
-        return join(over_pieces(config, body)(self, None, pieces, None)[1]), None
+        if is_cut(depth):
+            body = lambda model, carry, piece, rows: (carry, model._last_mixture(piece)[0])
+            return join(over_pieces(self.model_config, body)(self, None, sources(depth), None)[1]), None
+        hidden, weights = self._last_mixture(sources(depth))
+        return hidden, mean_weights(weights, runs) if return_depth_weights and weights is not None else None
 
     def _last_mixture(self, sources: tuple[Hidden, ...]) -> tuple[Hidden, Array | None]:
         config, weights = self.model_config, None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig, TrainConfig
 from longmoe.model.attn_residuals import mix
-from longmoe.model.block import Depth, remat_layer
+from longmoe.model.block import Depth, in_pieces, remat_layer
 from longmoe.model.costs import parameter_shapes
 from longmoe.model.depth import Group, depth_blocks, flat_plan
 from longmoe.model.layers import rms_normalize
@@ -117,9 +117,9 @@ def _backward(model: ModelConfig, group: Group, kinds: dict[Any, LayerMemory], s
 @functools.cache
 def layer_memory(model: ModelConfig, mixer: str, is_dense: bool, rows: int, tokens: int) -> LayerMemory:
     """Bytes of one layer on `rows` x `tokens`."""
-    layer = remat_layer(model, in_scan=False, tokens=tokens)(model, mixer, is_dense)
-    hidden = jax.ShapeDtypeStruct((rows, tokens, model.width), jnp.dtype(model.dtype))
+    hidden = _hidden(model, rows, tokens)
     depth = Depth(bank=(hidden,) if model.residual.kind != "plain" else (), partial=None if model.residual.kind == "full" else hidden)
+    layer = remat_layer(model, in_scan=False, depth=depth)(model, mixer, is_dense)
     runs = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
     variables = jax.eval_shape(lambda key, depth, runs: layer.init(key, depth, None, runs, None), jax.random.key(0), depth, runs)
     params, rest = variables["params"], {name: tree for name, tree in variables.items() if name != "params"}
@@ -133,15 +133,25 @@ def layer_memory(model: ModelConfig, mixer: str, is_dense: bool, rows: int, toke
 
 def output_memory(model: ModelConfig, rows: int, tokens: int) -> LayerMemory:
     """Bytes of what is between the last layer and the head: the last mixture over depth and the norm."""
-    hidden = jax.ShapeDtypeStruct((rows, tokens, model.width), jnp.dtype(model.dtype))
+    hidden = _hidden(model, rows, tokens)
     scale = jax.ShapeDtypeStruct((model.width,), jnp.dtype(model.param_dtype))
     sources = (hidden,) * (1 if model.residual.kind == "plain" else 1 + len(depth_blocks(model)))
 
     def run(sources: Any, query: Any, weights: Any, scale: Any) -> Any:
-        h = sources[0] if model.residual.kind == "plain" else mix(sources, query, weights, model.norm_eps)[0]
-        return rms_normalize(h, scale, model.norm_eps), ()
+        def on_piece(sources: Any) -> Any:
+            h = sources[0] if model.residual.kind == "plain" else mix(sources, query, weights, model.norm_eps)[0]
+            return rms_normalize(h, scale, model.norm_eps)
+
+        return jax.lax.map(jax.checkpoint(on_piece), sources) if hidden.ndim == 4 else on_piece(sources), ()
 
     return _both_passes(run, (sources, scale, scale, scale), (), hidden)
+
+
+def _hidden(model: ModelConfig, rows: int, tokens: int) -> jax.ShapeDtypeStruct:
+    """Hidden states as the layers hand them on."""
+    size = model.token_chunk
+    shape = (rows, tokens) if not in_pieces(model, tokens) else (tokens // size, rows, size)
+    return jax.ShapeDtypeStruct((*shape, model.width), jnp.dtype(model.dtype))
 
 
 def _both_passes(run: Callable[..., tuple[Any, Any]], arguments: tuple[Any, ...], fixed: tuple[Any, ...], hidden: Any) -> LayerMemory:

@@ -64,6 +64,7 @@ def test_timed_calls_compute_one_thing():
     assert set(outputs) == {"factored tiles", "exact tiles"} and rms_ratio(*outputs.values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_speed_rows_hold_times_and_errors():
     rows = bounded_decay.speed_part(bounded_decay.SCALES["smoke"])["rows"]
     assert [row["call"] for row in rows] == ["factored tiles", "exact tiles"]

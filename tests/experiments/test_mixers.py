@@ -85,6 +85,7 @@ def test_linear_attention_has_no_infinities_at_strong_decay():
     assert np.isfinite(value) and np.isfinite(np.asarray(gradient)).all() and np.abs(np.asarray(gradient)).max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["kda", "no_delta_rule"])
 def test_members_do_not_see_each_other(arm):
     params = mixers.stack([mixers.init_params(seed, SIZE, arm) for seed in range(3)])

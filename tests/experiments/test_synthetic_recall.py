@@ -40,6 +40,7 @@ def test_a_large_vocabulary_asks_an_eighth():
     assert batch["places"].shape == (4, 4) and batch["weights"].all()
 
 
+@pytest.mark.slow
 def test_members_train_by_themselves_and_a_rate_of_zero_learns_nothing():
     """Seeds of one call differ; a member's first step does not depend on the others' learning rates."""
     budget = dataclasses.replace(BUDGET, rates=(0.0, 1e-2), seeds=2, steps=4, steps_a_call=4)
