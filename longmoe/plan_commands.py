@@ -69,18 +69,24 @@ def serving_tables(found: Serving) -> tuple[Table, Table]:
     on = found.config
     fixed = Table("figure", "value", title=f"Serving on {on.devices} devices of {on.memory / 1e9:,.0f} GB: experts {on.weights}, "
                                            f"cache {on.cache}, state {on.state}")
-    for row in [("routed experts, GB", f"{found.expert_bytes / 1e9:,.2f}"), ("other weights, GB", f"{found.other_bytes / 1e9:,.2f}"),
+    for row in [("routed experts", _size(found.expert_bytes)), ("other weights", _size(found.other_bytes)),
                 (f"cache bytes a token, {on.cache}", f"{found.latent_bytes_per_token:,}"),
-                ("state a sequence, MB", f"{found.state_bytes / 1e6:,.1f} and convolutions {found.conv_bytes / 1e6:,.1f}"),
+                ("state a sequence", f"{_size(found.state_bytes)} and convolutions {_size(found.conv_bytes)}"),
                 ("a snapshot of the state is as large as", f"{found.snapshot_tokens:,.0f} tokens of cache"),
                 ("FLOPs a token in the weights", f"{found.weight_flops:.3e}")]:
         fixed.add_row(*row)
-    lengths = Table("context", "cache, GB", "sequence, GB", "sequences that fit", "FLOPs of the next token", "FLOPs to read it all",
+    lengths = Table("context", "cache", "sequence", "sequences that fit", "FLOPs of the next token", "FLOPs to read it all",
                     f"least ms a step, batch {on.batch}", title="By context length", padding=(0, 0))
     for row in found.rows:
-        lengths.add_row(f"{row.length:,}", f"{row.latent_bytes / 1e9:,.2f}", f"{row.sequence_bytes / 1e9:,.2f}", f"{row.sequences:,}",
-                        f"{row.decode_flops:.2e}", f"{row.prefill_flops:.2e}", f"{row.floor_ms:,.3f}")
+        lengths.add_row(f"{row.length:,}", _size(row.latent_bytes), _size(row.sequence_bytes), f"{row.sequences:,}",
+                        f"{row.decode_flops:.2e}", f"{row.prefill_flops:.2e}", f"{row.floor_ms:,.3g}")
     return fixed, lengths
+
+
+def _size(count: float) -> str:
+    """Bytes in the largest unit that they fill."""
+    unit, scale = next(((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if count >= scale), ("B", 1))
+    return f"{count / scale:,.2f} {unit}" if scale > 1 else f"{count:,.0f} B"
 
 
 def dry_run(cfg: TrainConfig) -> None:

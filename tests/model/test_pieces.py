@@ -36,14 +36,16 @@ def passes(config, variables, tokens, segment_ids):
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
 
+ONE = dict(num_layers=1, mla_every=0, dense_layers=1)
 ROPE = dict(residual=ResidualConfig(kind="plain"), mla=dataclasses.replace(tiny().mla, rope_theta=100.0))
 SCANNED = dict(num_layers=4, residual=ResidualConfig(block_size=4))
 
 
 @pytest.mark.parametrize("changes,packed", [
-    ({}, True), pytest.param({"residual": ResidualConfig(kind="full"), "remat": "none"}, True, marks=pytest.mark.slow),
+    (ONE, True), pytest.param({}, True, marks=pytest.mark.slow),
+    pytest.param({"residual": ResidualConfig(kind="full"), "remat": "none"}, True, marks=pytest.mark.slow),
     pytest.param(ROPE, False, marks=pytest.mark.slow), pytest.param(SCANNED | {"remat": "save_matmuls"}, True, marks=pytest.mark.slow)],
-    ids=["block", "full", "rope", "scanned"])
+    ids=["one layer", "block", "full", "rope", "scanned"])
 def test_pieces_are_the_row(changes, packed):
     whole = tiny(**changes)
     variables = longmoe.init_variables(whole, jax.random.key(0))

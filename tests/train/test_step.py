@@ -34,6 +34,7 @@ def host(tree):
     return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x), tree)
 
 
+@pytest.mark.slow
 def test_one_step_is_adamw_by_hand(case):
     cfg, _, step, batch = case
     state = fresh(case)

@@ -51,6 +51,7 @@ def test_pieces_with_carried_state_are_the_whole(cut):
     close(state, final)
 
 
+@pytest.mark.slow
 def test_segments_compose_and_differentiate():
     x = raw_inputs()
     start = x["initial_state"]
@@ -72,6 +73,7 @@ def test_segments_compose_and_differentiate():
     close(b, kda(**x, **RAW, segment_ids=ids)[1])
 
 
+@pytest.mark.slow
 def test_jit_checkpoint_and_vmap():
     x = raw_inputs(batch=2)
     value, gradients = jax.jit(jax.value_and_grad(loss))(x)
