@@ -60,6 +60,12 @@ def key() -> jax.Array:
     return jax.random.key(0)
 
 
+@pytest.fixture
+def slowness() -> float:
+    """How many times as long as on the machine that times are stated for, as measured when the session began."""
+    return _slowness()
+
+
 @pytest.fixture(autouse=True)
 def jax_config_stays():
     before = dict(jax.config.values)

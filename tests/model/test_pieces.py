@@ -44,7 +44,7 @@ SCANNED = dict(num_layers=4, residual=ResidualConfig(block_size=4))
 @pytest.mark.parametrize("changes,packed", [
     (ONE, True), pytest.param({}, True, marks=pytest.mark.slow),
     pytest.param({"residual": ResidualConfig(kind="full"), "remat": "none"}, True, marks=pytest.mark.slow),
-    pytest.param(ROPE, False, marks=pytest.mark.slow), pytest.param(SCANNED | {"remat": "save_matmuls"}, True, marks=pytest.mark.slow)],
+    pytest.param(ROPE, False, marks=pytest.mark.exhaustive), pytest.param(SCANNED | {"remat": "save_matmuls"}, True, marks=pytest.mark.exhaustive)],
     ids=["one layer", "block", "full", "rope", "scanned"])
 def test_pieces_are_the_row(changes, packed):
     whole = tiny(**changes)
@@ -70,7 +70,7 @@ def test_a_convolution_of_one_tap_hands_on_its_document():
     assert rms_ratio(got, want) < 2e-6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_of_a_step_grows_by_what_is_kept_alone():
     """Four times the tokens: what is held besides the layers' inputs and outputs stays."""
     def temporary(tokens, chunk):

@@ -10,11 +10,11 @@ from lower_k3 import lowered
 
 
 @pytest.mark.slow
-def test_whole_step_lowers_in_a_minute_and_four_gigabytes():
+def test_whole_step_lowers_in_a_minute_and_four_gigabytes(slowness):
     found = json.loads(subprocess.run([sys.executable, Path(__file__).parent / "lower_k3.py"], check=True, capture_output=True, text=True).stdout)
     print({name: value for name, value in found.items() if name != "experts"})
     assert found["devices"] == 8 and found["parameters"] == 2_779_484_393_568
-    assert min(found["seconds"], found["cpu_seconds"]) < 60 and found["max_bytes"] < 4e9
+    assert min(found["seconds"], found["cpu_seconds"]) < 60 * slowness and found["max_bytes"] < 4e9
     # Parameters and both moments: the expert axis stands right behind the axis of scanned repeats, if there is one.
     assert len(found["experts"]) % 6 == 0 and all("expert" in spec[:2] for spec in found["experts"].values())
 

@@ -98,7 +98,7 @@ def test_loss_falls(case):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_balancer_leaves_the_bias(case):
     cfg, mesh, _, batch = case
     cfg = dataclasses.replace(cfg, model=tiny_model(moe=dataclasses.replace(tiny_model().moe, balancer="none")))
