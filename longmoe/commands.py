@@ -18,7 +18,7 @@ from longmoe.data.sources import open_tokenizer
 from longmoe.data.token_folder import read_token_folder
 from longmoe.eval_commands import SuiteRun, run_suites
 from longmoe.eval_files import HELDOUT, read_evaluations, write_evaluation
-from longmoe.eval_report import COLUMNS
+from longmoe.eval_report import COLUMNS, shown_score
 from longmoe.evaluation import report as html
 from longmoe.evaluation.ngrams import ngram_baselines
 from longmoe.evaluation.recall import recall_score
@@ -234,7 +234,7 @@ def _evaluations(runs: Mapping[str, Mapping[str, dict[str, Any]]]) -> list[html.
         figures = list(dict.fromkeys(figure for found in heldout.values() for figure in found))
         rows = [(figure.replace("_", " "), *(_shown(found.get(figure, "")) for found in heldout.values())) for figure in figures]
         sections.append(html.Section("Held out", [html.Table([("figure", *heldout), *rows])]))
-    score = lambda s: f"{s['mean']:.3f} ({s['low']:.3f} to {s['high']:.3f})"
+    score = lambda s: shown_score(s["mean"], s["low"], s["high"])
     rows = [(name, row["task"], f"{row['length']:,}", score(row["scores"]["official"]), score(row["scores"]["strict"]),
              str(row["scores"]["official"]["n"]), f"{row['scores']['chance']:.3f}") for name, record in named for row in record.get("tasks", [])]
     if rows:

@@ -141,8 +141,6 @@ def _print(run: str, results: Results, positions: Sequence[Positions]) -> None:
     table = Table(*COLUMNS, title=run)
     for row in score_rows(results):
         table.add_row(*row)
-    for unfit in results.unfit:
-        table.add_row(unfit.task, f"{unfit.length:,}", "left out", "", "", "")
     console = Console(highlight=False)
     if table.row_count:
         console.print(table)

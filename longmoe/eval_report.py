@@ -53,9 +53,13 @@ def plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def shown_score(mean: float, low: float, high: float) -> str:
+    return f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
 def score_rows(results: Results) -> list[tuple[str, ...]]:
     """A row of text under COLUMNS for each task and length."""
-    score = lambda s: f"{s.mean:.3f} ({s.low:.3f} to {s.high:.3f})"
+    score = lambda s: shown_score(s.mean, s.low, s.high)
     return [(task, f"{length:,}", score(cell.official), score(cell.strict), str(cell.official.n), f"{cell.chance:.3f}")
             for (task, length), cell in cells(results.records, lambda r: (r.task, r.length)).items()]
 

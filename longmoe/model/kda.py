@@ -96,13 +96,11 @@ class KDA(nn.Module):
         if cache is None:
             return *map(jax.nn.silu, sharded_convolutions(causal_conv, inputs, taps, runs)), None
         histories = jnp.split(cache.conv, 3, axis=-1)
-        if isinstance(cache, KDACarry):
-            before = None if runs is None else cache.runs[:, 1:]
-            outputs = [jax.nn.silu(causal_conv(y, weights, runs, history, before)) for y, weights, history in zip(inputs, taps, histories)]
-            last = lambda history, y: jnp.concatenate([history, y], axis=1)[:, y.shape[1]:]
-            return *outputs, jnp.concatenate([last(history, y) for history, y in zip(histories, inputs)], axis=-1)
-        outputs = [jax.nn.silu(causal_conv(y, weights, runs, history)) for y, weights, history in zip(inputs, taps, histories)]
-        after = [conv_history(y, kda.conv_width, runs, history) for y, history in zip(inputs, histories)]
+        carried = isinstance(cache, KDACarry)
+        before = cache.runs[:, 1:] if carried and runs is not None else None
+        outputs = [jax.nn.silu(causal_conv(y, weights, runs, history, before)) for y, weights, history in zip(inputs, taps, histories)]
+        # A carry keeps the last tokens whatever they are, for it knows their documents; a cache those of its one document.
+        after = [conv_history(y, kda.conv_width, None if carried else runs, history) for y, history in zip(inputs, histories)]
         return *outputs, jnp.concatenate(after, axis=-1)
 
     def _mimetic(self, name: str, transpose: bool = False) -> Array | None:
