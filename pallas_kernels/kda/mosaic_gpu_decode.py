@@ -114,8 +114,10 @@ def _log_decay(call: Call, refs: dict, b: Array, h: Array) -> Array:
     g, rate = g + _vector(refs["dt_bias"].at[h]), jnp.exp(refs["a_log"][h])
     if call.gate == "bounded":
         return call.bound / (1.0 + jnp.exp(-rate * g))
-    # softplus without overflow
-    return -rate * (jnp.maximum(g, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(g))))
+    # softplus without overflow; log(1 + x) by way of what 1 + x rounds to, which keeps the small ones' digits.
+    x = jnp.exp(-jnp.abs(g))
+    one_more = 1.0 + x
+    return -rate * (jnp.maximum(g, 0.0) + jnp.where(one_more == 1.0, x, jnp.log(one_more) * x / jnp.where(one_more == 1.0, 1.0, one_more - 1.0)))
 
 
 def _unit(x: Array, normalize: bool) -> Array:

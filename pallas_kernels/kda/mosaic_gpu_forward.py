@@ -65,6 +65,8 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     r["d"].at[wg][...] = (values - erased).astype(BF16)
     plgpu.commit_smem()
     d = product((stage("t"), r["d"].at[wg]))
+    # A warp may be done before its neighbours have read what it writes over.
+    plgpu.commit_smem()
     r["d"].at[wg][...] = d.astype(BF16)
     plgpu.commit_smem()
     if "d_out" in r:

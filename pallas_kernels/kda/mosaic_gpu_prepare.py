@@ -4,8 +4,8 @@
 
     Qg = scale q e^G     Kd = beta k e^G     Kr = k e^(G_C - G)     P     T     e^(G_C)
 
-A team of warpgroups, one for each 64 channels of the keys, works on a chunk. Several teams share a multiprocessor and each walks over its chunks:
-what one waits for, copies and synchronisation, is hidden behind the others' arithmetic, and the code stays in the instruction cache.
+A team of warpgroups, one for each 64 channels of the keys, walks over its chunks: while one is inverted and stored, the next one's q, k and g
+arrive. Teams share a block, which has a multiprocessor: what one waits for is hidden behind the other's arithmetic.
 """
 import functools
 from typing import Any, NamedTuple
@@ -17,22 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.chunk import CHUNK, TILE
+from pallas_kernels.kda.gates import L2_EPS
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
-    COLUMNS,
-    ENTERING,
     F32,
-    LEAVING,
     PARAMS,
+    ROWS,
     SLAB,
-    SUMS,
-    WHOLE,
     Config,
     Inputs,
     Masks,
     beta_rows,
-    by_tile,
     columns,
     down,
     input_names,
@@ -41,14 +38,15 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     kept,
     left_factor,
     load_inputs,
+    log2_decay,
     masks,
     product,
+    raw_gate,
     right_factor,
-    row_scale,
-    running_sums,
+    row_of,
     scaled,
     split,
-    tile_sums,
+    squares_of_rows,
     tiled,
     transposed,
     visible,
@@ -70,7 +68,6 @@ class Prepared(NamedTuple):
     decay: Float[Array, "B H N K"]
 
 
-
 def prepare(config: Config, x: Inputs) -> Prepared:
     batch, length, heads, key = x.q.shape
     chunks = length // CHUNK
@@ -80,8 +77,9 @@ def prepare(config: Config, x: Inputs) -> Prepared:
     teams = teams_of(key, x.g.dtype)
     scratch = _scratch(teams, key, x.g.dtype, x.runs is not None, x.bias is not None)
     names = (*inputs, *(f"{name}_out" for name in Prepared._fields), *scratch)
-    body = functools.partial(_body, config, names, (heads, chunks), batch * heads * chunks, teams)
-    blocks = -(-batch * heads * chunks // teams)
+    total = batch * heads * chunks
+    blocks = min(-(-total // teams), MULTIPROCESSORS)
+    body = functools.partial(_body, config, names, (heads, chunks), total, blocks * teams)
     return Prepared(*plgpu.kernel(body, out_type=tuple(outputs), scratch_types=tuple(scratch.values()), grid=(blocks,), grid_names=("block",),
                                   num_threads=teams * key // SLAB, thread_name="warpgroup", compiler_params=PARAMS,
                                   interpret=config.interpret or False)(*inputs.values()))
@@ -91,7 +89,7 @@ def teams_of(key: int, g_dtype: Any) -> int:
     """Teams of a block: as many as its shared memory allows."""
     slabs = key // SLAB
     tiles = 5 * 2 + jnp.dtype(g_dtype).itemsize + 2 * (g_dtype != BF16)
-    own = CHUNK * key * tiles + 4 * (SUMS * key + slabs * CHUNK * TILE) + 8 * key + 8 * CHUNK + 1024
+    own = CHUNK * key * tiles + 4 * slabs * (2 * CHUNK + (CHUNK // TILE + lanes.FACTORS) * SLAB) + 8 * key + 8 * CHUNK + 64
     return min(TEAMS, SHARED_MEMORY // own)
 
 
@@ -100,142 +98,156 @@ def _scratch(teams: int, key: int, g_dtype: Any, packed: bool, bounded: bool) ->
     slabs = key // SLAB
     wide = functools.partial(tiled, teams, slabs, CHUNK, SLAB)
     vector = lambda *shape, dtype=F32: plgpu.SMEM((teams, *shape), dtype)
-    names = dict(left=tiled(teams, 2, slabs, CHUNK, SLAB), k=wide(), g=wide(dtype=g_dtype), beta=vector(CHUNK))
+    names = dict(q=wide(), k=wide(), g=wide(dtype=g_dtype), beta=vector(CHUNK))
     if bounded:
         names["bias"] = vector(key)
     if packed:
         names["runs"] = vector(CHUNK, dtype=jnp.int32)
     names["arrived"] = plgpu.Barrier(num_arrivals=len(names) + 3 * (slabs - 1), num_barriers=teams)
     if g_dtype != BF16:
-        names["x4"] = wide()
-    return names | dict(x2=wide(), x3=wide(), running=vector(slabs, CHUNK, TILE), sums=vector(slabs, SUMS, SLAB), decay=vector(key),
-                        join=plgpu.Barrier(num_arrivals=slabs, num_barriers=teams))
+        names["right0"] = wide()
+    return names | dict(left=wide(), right1=wide(), right2=wide(), squares=vector(slabs, 2, CHUNK), totals=vector(slabs, CHUNK // TILE, SLAB),
+                        factors=vector(slabs, lanes.FACTORS, SLAB), decay=vector(key), join=plgpu.Barrier(num_arrivals=slabs, num_barriers=teams))
 
 
-def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total: int, teams: int, *refs: Any) -> None:
+def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total: int, workers: int, *refs: Any) -> None:
     every = dict(zip(names, refs))
-    heads, chunks = shape
-    slabs = every["k"].shape[1]
+    # Once its log decays are known, g gives its place to the right factors of scores inside a tile.
+    every.setdefault("right0", every["g"])
+    (heads, chunks), (teams, slabs) = shape, every["k"].shape[:2]
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    team, wg = lax.div(warpgroup, slabs), lax.rem(warpgroup, slabs)
-    every.setdefault("x4", every["g"])
-    r = {name: ref if name.endswith(("_in", "_out")) else ref.at[team] for name, ref in every.items()}
-    item = block * teams + team
 
-    @pl.when(item < total)
-    def _():
+    def index_of(item):
         bh = lax.div(item, chunks)
-        _chunk(config, r, (lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)), wg, slabs)
+        return lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)
+
+    def team_of(warpgroup):
+        """-> this warpgroup's team's first item, its place in the team, the team's references."""
+        team = lax.div(warpgroup, slabs)
+        return block * teams + team, lax.rem(warpgroup, slabs), {name: ref if name.endswith(("_in", "_out")) else ref.at[team] for name, ref in every.items()}
+
+    def fetch(item, wg, r):
+        pl.when((wg == 0) & (item < total))(lambda: load_inputs(r, index_of(item), dict(q=r["q"], k=r["k"], g=r["g"]), r["arrived"]))
+
+    def step(turn, _):
+        first, wg, r = team_of(lanes.in_this_turn(warpgroup, interpret=config.interpret is not None))
+        item = first + turn * workers
+        _chunk(config, r, index_of(item), wg, lambda: fetch(item + workers, wg, r))
+        return ()
+
+    first = team_of(warpgroup)[0]
+    fetch(*team_of(warpgroup))
+    lax.fori_loop(0, lax.div(total - first + workers - 1, workers), step, ())
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array, slabs: int) -> None:
-    """One chunk of a team; this warpgroup has slab `wg` of the keys' channels, then P or A and T."""
-    b, h, n = index
+def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array, fetch_next: Any) -> None:
+    """One chunk; this warpgroup has slab `wg` of the keys' channels, then P or A and T."""
+    slabs = r["k"].shape[0]
+    _, h, _ = index
     if config.bound is not None:
         r = r | dict(rate=r["rate_in"][h])
-    pl.when(wg == 0)(lambda: load_inputs(r, index, dict(q=r["left"].at[0], k=r["k"], g=r["g"]), r["arrived"]))
     plgpu.barrier_wait(r["arrived"])
     m = masks(r, index)
-    _factors(config, r, m, index, wg, tuple(row_scale(ref, config.normalize, slabs) for ref in (r["left"].at[0], r["k"])))
+    beta = beta_rows(r)
+    _factors(config, r, m, index, wg, beta)
     join(r, slabs)
-    beta = down(beta_rows(r))
-    pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(r["decay"], r["decay_out"].at[b, h, n]))
-    found = _scores(r, r["left"].at[wg if slabs > 1 else 0], slabs)
+    ordered = lambda strictly: visible(r, iota(0) - strictly >= iota(1))
     if slabs == 1:
-        _store_p(r, index, found)
-        found = _scores(r, r["left"].at[1], slabs)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        _store_t(r, index, found * beta)
-    else:
-        # All products have read their operands: each warpgroup may now write over them.
-        join(r, slabs)
-        lax.cond(wg == 0, lambda: _store_p(r, index, found), lambda: _store_t(r, index, found * beta))
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        p, a = (_scores(r, r[name], slabs) for name in ("q", "left"))
+        p, a = kept(ordered(0), p), kept(ordered(1), a) * down(beta)
+        plgpu.commit_smem()
+        fetch_next()
+        _store_p(r, index, p)
+        _store_t(config, r, index, a)
+        return
+    found = lax.cond(wg == 0, lambda: kept(ordered(0), _scores(r, r["q"], slabs)),
+                     lambda: kept(ordered(1), _scores(r, r["left"], slabs)) * down(beta))
+    # All products have read their operands: the next chunk may come, P and T may take other operands' places.
+    plgpu.commit_smem()
     join(r, slabs)
+    fetch_next()
+    lax.cond(wg == 0, lambda: _store_p(r, index, found), lambda: _store_t(config, r, index, found))
 
 
-def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], s: Array, scales: tuple[Array | None, Array | None]) -> None:
+def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], s: Array, beta: Array) -> None:
     """Slab s of the keys' channels: writes Qg, Kd, Kr and e^(G_C), and leaves the factors of the scores.
 
-    Left ones in r["left"]; k's right factors for tiles that are 0, 1, 2, 3 apart in x2, x3, x4 and in place of k.
+    Left ones in q's place and in `left`; k's right factors for tiles that are 0, 1, 2, 3 apart in right0, right1, right2 and in k's place.
     """
     b, h, n = index
-    table = r["sums"].at[s]
-    at = {name: r[name].at[s] for name in ("k", "x2", "x3", "x4", "running")} | dict(q=r["left"].at[0, s], x1=r["left"].at[1, s])
-    c = running_sums(config, r, s, m.valid, at["x1"], at["x2"], at["x4"])
-    # A few columns at a time: in shared memory the whole would take a team's place.
-    for i in range(0, SLAB, TILE):
-        at["running"][...] = lax.slice(c, (0, i), (CHUNK, i + TILE))
-        tile_sums(at["running"], table.at[:, pl.ds(i, TILE)])
-    q = scaled(r["left"].at[0], s, scales[0], m.valid) * config.scale
-    k = lambda: scaled(r["k"], s, scales[1], m.valid)
-    entering = jnp.exp2(c + by_tile(table, ENTERING))
-    at["x1"][...] = kept(m.entry, q * entering).astype(BF16)
-    at["x2"][...] = kept(m.entry, k() * down(beta_rows(r)) * entering).astype(BF16)
-    at["q"][...] = (q * left_factor(c)).astype(BF16)
-    at["x3"][...] = kept(m.exit, k() * jnp.exp2(by_tile(table, LEAVING) - c)).astype(BF16)
-    whole = jnp.exp2(plgpu.load(table.at[WHOLE], layout=COLUMNS, optimized=False))
+    interpret, slabs = config.interpret is not None, r["k"].shape[0]
+    at = {name: r[name].at[s] for name in ("q", "k", "left", "right0", "right1", "right2")}
+    table = r["factors"].at[s]
+    sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, s, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
+    if config.normalize:
+        for i, name in enumerate(("q", "k")):
+            r["squares"].at[s, i][...] = squares_of_rows(at[name][...].astype(F32))
+    # What this warpgroup stored of the last chunk has left, and the other's too: its places are written again from here on.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    lanes.tile_factors(sums, r["totals"].at[s], table, interpret=interpret)
+    join(r, slabs)
+    of_tiles = lambda first: lanes.of_tiles(table, first, interpret=interpret)
+    scales = _row_scales(r, config, slabs)
+    left = left_factor(sums)
+    q, entering = scaled(r["q"], s, scales[0], m.valid) * (config.scale * left), of_tiles(lanes.ENTERING)
+    at["right1"][...] = kept(m.entry, q * entering).astype(BF16)
+    at["q"][...] = q.astype(BF16)
+    k = scaled(r["k"], s, scales[1], m.valid)
+    reads, writes = k * left, k * right_factor(sums)
+    at["right2"][...] = kept(m.entry, reads * down(beta) * entering).astype(BF16)
+    at["left"][...] = kept(m.exit, writes * of_tiles(lanes.LEAVING)).astype(BF16)
+    whole = row_of(table.at[lanes.WHOLE])
     columns(r["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
     plgpu.commit_smem()
-    for name, tile in (("qg", "x1"), ("kd", "x2"), ("kr", "x3")):
+    for name, tile in (("qg", "right1"), ("kd", "right2"), ("kr", "left")):
         plgpu.copy_smem_to_gmem(at[tile], columns(r[f"{name}_out"].at[b, h, n], s))
+    plgpu.copy_smem_to_gmem(columns(r["decay"], s), columns(r["decay_out"].at[b, h, n], s))
+    at["right0"][...] = writes.astype(BF16)
+    apart = [(writes * of_tiles(lanes.BETWEEN + 4 * distance)).astype(BF16) for distance in (1, 2, 3)]
+    at["k"][...] = apart[2]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    keys = k()
-    at["x1"][...] = (keys * left_factor(c)).astype(BF16)
-    for distance, right in enumerate(("x2", "x3", "x4", "k")):
-        at[right][...] = (keys * right_factor(c, table, distance)).astype(BF16)
+    at["left"][...] = reads.astype(BF16)
+    at["right1"][...], at["right2"][...] = apart[:2]
     plgpu.commit_smem()
+
+
+def _row_scales(r: dict, config: Config, slabs: int) -> list[Array | None]:
+    """1 / norm of the rows of q and of k, from the squares that every warpgroup has left."""
+    if not config.normalize:
+        return [None, None]
+    squares = lambda i: sum(plgpu.load(r["squares"].at[s, i], layout=ROWS, optimized=False) for s in range(slabs))
+    return [lax.rsqrt(squares(i) + L2_EPS) for i in range(2)]
 
 
 def _scores(r: dict, left: Any, slabs: int) -> Array:
     """Products of a left factor with the right factors of every distance, float32 [64, 64]; above the diagonal tiles: nothing of use."""
     apart, result = iota(0) // TILE - iota(1) // TILE, None
-    for distance, right in enumerate(("x2", "x3", "x4", "k")):
+    for distance, right in enumerate(("right0", "right1", "right2", "k")):
         pairs = [(left.at[s], transposed(r[right].at[s])) for s in range(slabs)]
         result = product(*pairs) if result is None else jnp.where(apart == distance, product(*pairs), result)
     return result
 
 
-def _store_p(r: dict, index: tuple[Array, Array, Array], scores: Array) -> None:
-    tile = r["left"].at[0, 0]
-    tile[...] = kept(visible(r, iota(0) >= iota(1)), scores).astype(BF16)
+def _store_p(r: dict, index: tuple[Array, Array, Array], p: Array) -> None:
+    tile = r["left"].at[0]
+    tile[...] = p.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, r["p_out"].at[index])
 
 
-def _store_t(r: dict, index: tuple[Array, Array, Array], scores: Array) -> None:
-    tile = r["left"].at[1, 0]
-    free = [r[name].at[0] for name in ("k", "x2", "x3", "x4")] + [r["left"].at[1, 1] if r["k"].shape[0] > 1 else r["left"].at[0, 0]]
-    t = inverse(kept(visible(r, iota(0) > iota(1)), scores), [tile, *free])
-    tile[...] = t.astype(BF16)
+def _store_t(config: Config, r: dict, index: tuple[Array, Array, Array], a: Array) -> None:
+    high, low = r["right1"].at[0], r["right2"].at[0]
+    t = inverse(a, high, low, interpret=config.interpret is not None)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile, r["t_out"].at[index])
+    high[...] = t.astype(BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(high, r["t_out"].at[index])
 
 
-def inverse(a: Array, tiles: list[Any]) -> Array:
-    """(I + A)^-1 of a strictly lower triangular float32 [64, 64] in registers.
-
-    tiles: six [64, 64] bfloat16 scratch tiles. Neighbouring blocks of inverses merge, from pairs of tokens up to the halves of the chunk,
-
-        [[P^-1, 0], [-Q^-1 L P^-1, Q^-1]] = [[P, 0], [L, Q]]^-1,
-
-    all pairs at once: T - T A T, of which only the corners L count. Operands are split in two bfloat16 parts, without the product of the small ones.
-    """
-    row, column = iota(0), iota(1)
-    corner = lambda bits: (row >> bits == (column >> bits) + 1) & (row >> (bits + 1) == column >> (bits + 1))
-    a_high, a_low, t_high, t_low, p_high, p_low = tiles
-    for ref, part in zip((a_high, a_low), split(a)):
-        ref[...] = part
-
-    def merge(step, t):
-        for ref, part in zip((t_high, t_low), split(t)):
-            ref[...] = part
-        plgpu.commit_smem()
-        left = product((t_high, a_high), (t_low, a_high), (t_high, a_low))
-        for ref, part in zip((p_high, p_low), split(left)):
-            ref[...] = part
-        plgpu.commit_smem()
-        return t - jnp.where(corner(step + 1), product((p_high, t_high), (p_low, t_high), (p_high, t_low)), 0.0)
-
-    pairs = jnp.where(row == column, 1.0, jnp.where(corner(0), -a, 0.0))
-    return lax.fori_loop(0, 5, merge, pairs)
+def inverse(a: Array, high: Any, low: Any, *, interpret: bool) -> Array:
+    """(I + A)^-1 of a strictly lower triangular float32 [64, 64] in registers. high, low: bfloat16 scratch tiles."""
+    blocks = lanes.block_inverses(a, interpret=interpret)
+    high[...], low[...] = split(blocks)
+    plgpu.commit_smem()
+    return lanes.merge_blocks(blocks, high, low, interpret=interpret)

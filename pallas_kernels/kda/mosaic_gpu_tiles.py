@@ -16,16 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kda.chunk import CHUNK, TILE
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes
+from pallas_kernels.kda.chunk import CHUNK
 from pallas_kernels.kda.gates import L2_EPS
 
 SLAB = 64
 """Channels that one register array holds, and columns of the state per warpgroup."""
 LOG2E = math.log2(math.e)
-BALANCE = 57.0
-"""Bits that the left factors are scaled up by and the right ones down: both then stay in the middle of bfloat16's range."""
-PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0)
-"""No scratch for sums over rows (see `column_sums`): with it they would compile, and race."""
+PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True)
+"""No scratch for sums over rows (see `column_sums`): with it they would compile, and race. No barriers around every store: a warp reads its own
+rows of what it wrote, and whoever reads other warps' rows comes after a `commit_smem`."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
 """Layouts of a vector with one entry per row, per column of a register array."""
@@ -71,6 +71,11 @@ def product(*pairs: tuple[Any, Any]) -> Array:
     return pl.run_scoped(body, plgpu.ACC((pairs[0][0].shape[0], pairs[0][1].shape[1]), F32))
 
 
+def row_of(ref: Any) -> Array:
+    """A vector in shared memory as one entry per column."""
+    return plgpu.load(ref, layout=COLUMNS, optimized=False)
+
+
 def transposed(ref: Any) -> Any:
     return ref.transpose((1, 0))
 
@@ -87,27 +92,18 @@ def split(x: Array) -> tuple[Array, Array]:
     return high.astype(BF16), (x - high).astype(BF16)
 
 
-def column_sums(pairs: tuple[tuple[Any, Any], ...], ends: Any) -> list[Array]:
-    """Sums over the rows of each x = high + low in shared memory, one entry per column, laid out as ROWS. ends: a tile whose last column is ones.
-
-    Not jnp.sum over rows: the warps of a warpgroup exchange its partial sums through one buffer that all warpgroups of the block share.
-    """
-    last = iota(1) == CHUNK - 1
-    return [jnp.sum(jnp.where(last, product((transposed(high), ends), (transposed(low), ends)), 0.0), axis=1) for high, low in pairs]
-
-
 # ---------------------------------------------------------------- decays and factors
+
+
+def squares_of_rows(x: Array) -> Array:
+    return jnp.sum(x * x, axis=1)
 
 
 def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
     """1 / norm of each row of a [64, Dk] tile, or None."""
     if not normalize:
         return None
-    squares = 0
-    for s in range(slabs):
-        x = ref.at[s][...].astype(F32)
-        squares = squares + jnp.sum(x * x, axis=1)
-    return lax.rsqrt(squares + L2_EPS)
+    return lax.rsqrt(sum(squares_of_rows(ref.at[s][...].astype(F32)) for s in range(slabs)) + L2_EPS)
 
 
 def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None, valid: Array | None) -> Array:
@@ -119,65 +115,20 @@ def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None,
     return decay if valid is None else jnp.where(valid, decay, 0.0)
 
 
-SUMS, WHOLE = 12, 7
-"""Rows of a table of sums of the tiles' log decays t0 to t3, and the row of the whole chunk's. Row 4 (d - 1) + i is what lies between a token of
-tile i and the start of tile i + d; where there is no such tile, other sums that are needed, or 0."""
-ENTERING, LEAVING = (None, 0, 4, 8), (WHOLE, 9, 6, 3)
-"""Rows for `by_tile`: added to the running sum, the decay since the chunk's start; less the running sum, the decay to its end."""
+def left_factor(sums: Array) -> Array:
+    """What multiplies row i of the scores, from the running sums."""
+    return jnp.exp2(sums + lanes.BALANCE)
 
 
-def tile_sums(c: Any, table: Any) -> None:
-    """Running sums c [64, W] in shared memory, its last row of each tile at least -> the table [SUMS, W]."""
-    columns = pl.ds(0, table.shape[-1])
-    t = [plgpu.load(c.at[TILE * (i + 1) - 1, columns], layout=COLUMNS, optimized=False) for i in range(4)]
-    late = t[2] + t[3]
-    # Not jnp.zeros: a splat has no layout in which it could be stored.
-    zero = late * 0.0
-    rows = [*t, t[0] + t[1], t[1] + t[2], late, t[0] + (t[1] + late), t[0] + t[1] + t[2], t[1] + late, zero, zero]
-    for i, row in enumerate(rows):
-        table.at[i][...] = row
-
-
-def by_tile(table: Any, rows: tuple[Any, ...]) -> Array:
-    """[64, 64] with the table's row `rows[i]` in every row of tile i; None stands for zeros. One table row is in registers at a time."""
-    tile, result = iota(0) // TILE, None
-    for i in reversed(range(4)):
-        part = jnp.zeros((CHUNK, SLAB), F32) if rows[i] is None else across(plgpu.load(table.at[rows[i]], layout=COLUMNS, optimized=False))
-        result = part if result is None else jnp.where(tile <= i, part, result)
-    return result
-
-
-def right_factor(running: Array, table: Any, distance: Any) -> Array:
-    """What multiplies column j of the scores with tiles `distance` (an integer, traced or not) apart, float32 [64, 64], from the running sums."""
-    if isinstance(distance, int):
-        return jnp.exp2((by_tile(table, tuple(4 * (distance - 1) + i for i in range(4))) if distance else 0.0) - running - BALANCE)
-    reach = by_tile(table, tuple(4 * jnp.maximum(distance - 1, 0) + i for i in range(4)))
-    return jnp.exp2(jnp.where(distance > 0, 1.0, 0.0) * reach - running - BALANCE)
-
-
-def left_factor(running: Array) -> Array:
-    """What multiplies row i of the scores."""
-    return jnp.exp2(running + BALANCE)
+def right_factor(sums: Array) -> Array:
+    """What multiplies column j of scores inside a tile."""
+    return jnp.exp2(-lanes.BALANCE - sums)
 
 
 def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
     """Slab s of `g` in float32, and of the bounded gate's bias, one entry per column."""
     bias = plgpu.load(columns(refs["bias"], s), layout=COLUMNS, optimized=False) if bounded else None
     return refs["g"].at[s][...].astype(F32), bias
-
-
-def running_sums(config: Config, refs: dict, s: Any, valid: Array | None, high: Any, low: Any, ones: Any) -> Array:
-    """Running sums of slab s of the log decay inside each tile, float32 [64, 64]. high, low, ones: scratch tiles, `ones` in the gate's place if need be.
-
-    A product with a triangle of ones, which bfloat16 holds exactly; the log decay goes in as two bfloat16 parts.
-    """
-    parts = split(log2_decay(config, *raw_gate(refs, s, config.bound is not None), refs.get("rate"), valid))
-    for ref, part in zip((high, low), parts):
-        ref[...] = part
-    row, column = iota(0), iota(1)
-    ones[...] = jnp.where((row >= column) & (row // TILE == column // TILE), 1.0, 0.0).astype(BF16)
-    plgpu.commit_smem()
-    return product((ones, high), (ones, low))
 
 
 def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
