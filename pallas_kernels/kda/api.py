@@ -100,7 +100,7 @@ def _run(chosen: str, q: Array, k: Array, v: Array, g: Array, beta: Array, initi
     state_dtype, o_dtype = jnp.promote_types(jnp.result_type(q, k, v, g, beta), jnp.float32), v.dtype
     initial_state = initial_state.astype(state_dtype)
     if chosen == "mosaic_gpu" and 0 not in k.shape[:3]:
-        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, **inside)
+        return vjp.kda(q, k, v, g, beta, initial_state, segment_ids, scale=scale, save=residuals == "save", **inside)
     operand = operand_dtype(q, k, v) if state_dtype == jnp.float32 else state_dtype
     q, k, v, g, beta, initial_state, owner, valid = _prepare(q, k, v, g, beta, initial_state, segment_ids, operand, **inside)
     if 0 in k.shape[:3]:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.mosaic_gpu_forward import serial, stage_decay
+from pallas_kernels.kda.mosaic_gpu_forward import Kept, chain, cut, joined, serial, stage_decay
 from pallas_kernels.kda.mosaic_gpu_prepare import Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
@@ -71,8 +71,9 @@ def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n:
     for s in range(slabs):
         r["state"].at[wg, s][...] = state[s].astype(BF16)
     plgpu.commit_smem()
-    for s in range(slabs):
-        plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
+    if "states_out" in r:
+        for s in range(slabs):
+            plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
     plgpu.barrier_wait(r["arrived"].at[slot])
     dd = product((transposed(stage("p")), stage("v", wg)), *((stage("kr", s), r["state"].at[wg, s]) for s in range(slabs)))
     decay = stage_decay(r, slot, slabs)
@@ -83,17 +84,19 @@ def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n:
     plgpu.commit_smem()
     r["d"].at[wg][...] = w.astype(BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(r["d"].at[wg], r["w_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
+    if "w_out" in r:
+        plgpu.copy_smem_to_gmem(r["d"].at[wg], r["w_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
     before = [state[s] * down(decay[s]) + product((transposed(stage("qg", s)), stage("v", wg)), (transposed(stage("kd", s)), r["d"].at[wg]))
               for s in range(slabs)]
     plgpu.barrier_arrive(r["consumed"].at[slot])
     return tuple(before)
 
 
-def reverse(config: Config, prepared: Prepared, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"]) -> tuple[Array, ...]:
-    """-> gradient of the initial state [B, H, K, V] float32; bfloat16: gradient of the state after each chunk [B, H, N, K, V], W like dO."""
-    outputs = dict(final_out=jax.ShapeDtypeStruct(dfinal.shape, F32), states_out=jax.ShapeDtypeStruct((*prepared.decay.shape, do.shape[-1]), BF16),
-                   w_out=jax.ShapeDtypeStruct(do.shape, BF16))
+def reverse(config: Config, prepared: Prepared, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"], save: bool = True) -> tuple[Array, ...]:
+    """-> gradient of the initial state [B, H, K, V] float32; if save, also bfloat16: gradient of the state after each chunk [B, H, N, K, V], W like dO."""
+    outputs = dict(final_out=jax.ShapeDtypeStruct(dfinal.shape, F32))
+    if save:
+        outputs |= dict(states_out=jax.ShapeDtypeStruct((*prepared.decay.shape, do.shape[-1]), BF16), w_out=jax.ShapeDtypeStruct(do.shape, BF16))
     return serial(config, _reverse_chunk, True, prepared, dict(v_in=do, initial_in=dfinal), outputs, {})
 
 
@@ -316,7 +319,18 @@ def _gradients_of_columns(config: Config, x: Inputs, do: Array, w: Array, d: Arr
     return Inputs(dq, dk, dv, dg, dbeta, drate, dbias, None, None)
 
 
-def backward(config: Config, x: Inputs, states: Array, d: Array, do: Array, dfinal: Array) -> tuple[Inputs, Array]:
-    """-> gradients of x (None for its integers) and of the initial state."""
-    dinitial, dstates, w = reverse(config, prepare(config, x), do, dfinal)
-    return gradients(config, x, do, w, d, states, dstates), dinitial
+def backward(config: Config, x: Inputs, kept: Kept, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"]) -> tuple[Inputs, Array]:
+    """-> gradients of x (None for its integers) and of the initial state. Sequences are cut as they were in the forward pass."""
+    batch, heads, length = x.beta.shape
+    parts = kept.states.shape[0] // batch
+    x, do = cut(x, parts), do.reshape(batch * parts, length // parts, *do.shape[2:])
+    prepared = prepare(config, x) if kept.prepared is None else kept.prepared
+    if parts > 1:
+        added, = reverse(config, prepared, do, jnp.zeros((batch * parts, *dfinal.shape[1:])), save=False)
+        dfinal, dinitial = chain(kept.transition, added, dfinal, parts, reverse=True)
+        _, dstates, w = reverse(config, prepared, do, dfinal)
+    else:
+        dinitial, dstates, w = reverse(config, prepared, do, dfinal)
+    dx = gradients(config, x, do, w, kept.d, kept.states, dstates)
+    dbeta = jnp.swapaxes(dx.beta.reshape(batch, parts, heads, length // parts), 1, 2).reshape(batch, heads, length)
+    return dx._replace(beta=dbeta, **{name: joined(getattr(dx, name), parts) for name in ("q", "k", "v", "g")}), dinitial

@@ -4,11 +4,15 @@
 
     R = beta V - Kd S     D = T R     O = Qg S + P D     S <- e^(G_C) S + Kr^T D
 
+A few long heads would leave most of the chip idle: their chunks are cut into parts that run side by side. What a part does to the state is an
+affine map of it, and each of the state's columns evolves alone, so `transitions` carries the values' columns from zero and Dk more from the identity
+through every part; the parts' initial states follow from those, exactly, and `recur` runs all parts at once.
+
 Factors, masks and layouts are those of `mosaic_gpu_tiles`.
 """
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,19 +90,44 @@ def stage_decay(r: dict, slot: Array, slabs: int) -> list[Array]:
     return [plgpu.load(r["decay"].at[slot, pl.ds(s * SLAB, SLAB)], layout=ROWS, optimized=False) for s in range(slabs)]
 
 
+def _transition_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
+    """`_recur_chunk` without its outputs, for columns of the values or, after them, columns without values."""
+    slabs, value = len(state), r["v_in"].shape[-1]
+    for s in range(slabs):
+        r["state"].at[wg, s][...] = state[s].astype(BF16)
+    plgpu.commit_smem()
+    stage = lambda name, *index: r[name].at[(slot, *index)]
+    plgpu.barrier_wait(r["arrived"].at[slot])
+    erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
+    decay = stage_decay(r, slot, slabs)
+    beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
+    values = jnp.where((beta > 0.0) & (at[2].start < value), beta * stage("v", wg)[...].astype(F32), 0.0)
+    r["d"].at[wg][...] = (values - erased).astype(BF16)
+    plgpu.commit_smem()
+    d = product((stage("t"), r["d"].at[wg]))
+    plgpu.commit_smem()
+    r["d"].at[wg][...] = d.astype(BF16)
+    plgpu.commit_smem()
+    after = [state[s] * down(decay[s]) + product((transposed(stage("kr", s)), r["d"].at[wg])) for s in range(slabs)]
+    plgpu.barrier_arrive(r["consumed"].at[slot])
+    return tuple(after)
+
+
 def _fetch(r: dict, slot: Any, n: Any, b: Array, h: Array, column: Array, slabs: int, groups: int) -> None:
     """Starts the copies of chunk n into a stage."""
-    rows = pl.ds(n * CHUNK, CHUNK)
+    rows, value = pl.ds(n * CHUNK, CHUNK), r["v_in"].shape[-1]
     copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["arrived"].at[slot])
     for name in ("kd", "qg", "kr"):
-        for s in range(slabs):
+        for s in range(slabs if name in r else 0):
             copy(columns(r[f"{name}_in"].at[b, h, n], s), r[name].at[slot, s])
     for name in ("t", "p", "decay"):
-        copy(r[f"{name}_in"].at[b, h, n], r[name].at[slot])
+        if name in r:
+            copy(r[f"{name}_in"].at[b, h, n], r[name].at[slot])
     if "beta" in r:
         copy(r["beta_in"].at[b, h, rows], r["beta"].at[slot])
     for group in range(groups):
-        copy(r["v_in"].at[b, rows, h, pl.ds(column + group * SLAB, SLAB)], r["v"].at[slot, group])
+        # Columns past the values' are without any: what is read in their place is not used.
+        copy(r["v_in"].at[b, rows, h, pl.ds(pl.multiple_of(lax.rem(column + group * SLAB, value), SLAB), SLAB)], r["v"].at[slot, group])
 
 
 def _serial_body(chunk: Callable, reverse: bool, names: tuple[str, ...], key: int, groups: int, chunks: int, *refs: Any) -> None:
@@ -145,16 +174,19 @@ def _serial_body(chunk: Callable, reverse: bool, names: tuple[str, ...], key: in
 
 
 def serial(config: Config, chunk: Callable, reverse: bool, prepared: Prepared, inputs: dict[str, Array], outputs: dict[str, Any],
-           extra: dict[str, Any]) -> tuple[Array, ...]:
-    """Runs `chunk` over all chunks of every head. inputs: v_in, initial_in and others; outputs: final_out and others; extra: scratch by name."""
+           extra: dict[str, Any], unused: tuple[str, ...] = ()) -> tuple[Array, ...]:
+    """Runs `chunk` over all chunks of every head. inputs: v_in, initial_in and others; outputs: final_out and others; extra: scratch by name;
+    unused: fields of `prepared` that `chunk` does without."""
     batch, heads, chunks, key = prepared.decay.shape
-    value = inputs["v_in"].shape[-1]
+    value = outputs["final_out"].shape[-1]
     slabs, groups = key // SLAB, warpgroups(batch * heads, value)
     inputs = {f"{name}_in": x for name, x in prepared._asdict().items()} | inputs
     wide, square = tiled(STAGES, slabs, CHUNK, SLAB), tiled(STAGES, CHUNK, CHUNK)
     scratch = dict(qg=wide, kd=wide, kr=wide, p=square, t=square, v=tiled(STAGES, groups, CHUNK, SLAB), decay=plgpu.SMEM((STAGES, key), F32),
                    state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB), **{name: make(groups) for name, make in extra.items()})
-    arrivals = 3 * slabs + 3 + groups + ("beta" in scratch)
+    for name in unused:
+        del scratch[name]
+    arrivals = sum((slabs if name in ("qg", "kd", "kr") else 1) for name in (*Prepared._fields, "beta") if name in scratch) + groups
     scratch |= dict(arrived=plgpu.Barrier(num_arrivals=arrivals, num_barriers=STAGES),
                     consumed=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES), done=plgpu.Barrier(num_arrivals=groups + 1))
     names = (*inputs, *outputs, *scratch)
@@ -175,6 +207,82 @@ def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: 
     return serial(config, _recur_chunk, False, prepared, dict(v_in=v, initial_in=initial, beta_in=beta), outputs, extra)
 
 
-def forward(config: Config, x: Inputs, initial: Float[Array, "B H K V"], save: bool = False) -> tuple[Array, ...]:
-    """Both kernels: see `recur`."""
-    return recur(config, prepare(config, x), x.v, x.beta, initial, save)
+# ---------------------------------------------------------------- parts of a sequence
+
+
+def parts_of(sequences: int, chunks: int, multiprocessors: int = 132) -> int:
+    """Into how many parts each of `sequences` (batch times heads) is cut: as many as fill the chip, if that is worth a first pass over them."""
+    fitting = [parts for parts in range(1, chunks // SHORTEST_PART + 1) if chunks % parts == 0 and parts * sequences <= multiprocessors]
+    return fitting[-1] if fitting and fitting[-1] >= FEWEST_PARTS else 1
+
+
+SHORTEST_PART, FEWEST_PARTS = 16, 4
+"""In chunks; below, the first pass costs more than it gains."""
+
+
+def cut(x: Inputs, parts: int) -> Inputs:
+    """Each sequence as `parts` sequences one after the other in the batch."""
+    if parts == 1:
+        return x
+    tokens = lambda a: None if a is None else a.reshape(a.shape[0] * parts, a.shape[1] // parts, *a.shape[2:])
+    batch, heads, length = x.beta.shape
+    beta = jnp.swapaxes(x.beta.reshape(batch, heads, parts, length // parts), 1, 2).reshape(batch * parts, heads, length // parts)
+    return Inputs(*(tokens(a) for a in (x.q, x.k, x.v, x.g)), beta, x.rate, x.bias, tokens(x.runs), tokens(x.edges))
+
+
+def joined(x: Array, parts: int) -> Array:
+    """Tokens first: the parts' sequences as one again."""
+    return x.reshape(x.shape[0] // parts, x.shape[1] * parts, *x.shape[2:])
+
+
+def chain(transition: Float[Array, "BS H K K"], added: Float[Array, "BS H K V"], start: Float[Array, "B H K V"], parts: int,
+          reverse: bool = False) -> tuple[Array, Array]:
+    """What enters each part [B S, H, K, V], and what leaves the last, where a part makes transition @ x + added of what enters; reverse: the last part
+    is entered first, and makes transition^T @ x + added of it."""
+    split = lambda a: jnp.moveaxis(a.reshape(-1, parts, *a.shape[1:]), 1, 0)
+    equation = "bhlk,bhlv->bhkv" if reverse else "bhkl,bhlv->bhkv"
+
+    def through(state, part):
+        matrix, more = part
+        return jnp.einsum(equation, matrix, state, precision=lax.Precision.HIGHEST) + more, state
+
+    last, entering = lax.scan(through, start, (split(transition), split(added)), reverse=reverse, unroll=parts)
+    return jnp.moveaxis(entering, 0, 1).reshape(added.shape), last
+
+
+def transitions(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"]) -> tuple[Array, Array]:
+    """-> what each sequence does to the state it starts from: the matrix [B, H, K, K] that multiplies it, and what is added [B, H, K, V], float32."""
+    batch, heads, _, key = prepared.decay.shape
+    value = v.shape[-1]
+    start = jnp.broadcast_to(jnp.concatenate([jnp.zeros((key, value)), jnp.eye(key)], axis=1), (batch, heads, key, value + key))
+    unused = ("qg", "p")
+    prepared = prepared._replace(qg=prepared.kd, p=prepared.t)
+    extra = dict(beta=lambda groups: plgpu.SMEM((STAGES, CHUNK), F32))
+    final, = serial(config, _transition_chunk, False, prepared, dict(v_in=v, initial_in=start, beta_in=beta),
+                    dict(final_out=jax.ShapeDtypeStruct(start.shape, F32)), extra, unused)
+    return final[..., value:], final[..., :value]
+
+
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward one, by parts of sequences."""
+    states: Float[Array, "BS H N K V"]
+    """Before each chunk."""
+    d: Float[Array, "BS T V"]
+    transition: Float[Array, "BS H K K"] | None
+    """Where sequences are cut."""
+    prepared: Prepared | None
+    """Where the call keeps it."""
+
+
+def forward(config: Config, x: Inputs, initial: Float[Array, "B H K V"], save: bool = False) -> tuple[Array, Array, Kept | None]:
+    """-> o [B, T, H, V] bfloat16, final state [B, H, K, V] float32; if save, what the backward pass needs."""
+    batch, length, heads, _ = x.q.shape
+    parts = parts_of(batch * heads, length // CHUNK)
+    x = cut(x, parts)
+    prepared, transition = prepare(config, x), None
+    if parts > 1:
+        transition, added = transitions(config, prepared, x.v, x.beta)
+        initial, _ = chain(transition, added, initial, parts)
+    o, final, *kept = recur(config, prepared, x.v, x.beta, initial, save)
+    final = final.reshape(batch, parts, *final.shape[1:])[:, -1]
+    return joined(o, parts), final, Kept(*kept, transition, prepared if config.keep else None) if save else None

@@ -38,6 +38,8 @@ class Config(NamedTuple):
     bound: float | None
     """Lower bound of the bounded gate; None: `g` is the log decay itself."""
     normalize: bool
+    keep: bool = False
+    """Whether the backward pass finds what `prepare` made, or makes it again."""
     interpret: Any = None
     """`plgpu.InterpretGPUParams` to run on a CPU, for tests."""
 

@@ -19,8 +19,9 @@ from pallas_kernels.kda.mosaic_gpu_tiles import Config, Inputs
 
 
 def kda(q, k, v, g, beta, initial_state, segment_ids, *, scale: float, gate: str, a_log, dt_bias, lower_bound: float | None, beta_logits: bool,
-        qk_l2norm: bool, interpret: Any = None) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H Dk Dv"]]:
-    """Arguments as `api.kda` takes them, q, k, v bfloat16, the gates bounded. interpret: `plgpu.InterpretGPUParams`, for tests."""
+        qk_l2norm: bool, save: bool = False, interpret: Any = None) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B H Dk Dv"]]:
+    """Arguments as `api.kda` takes them, q, k, v bfloat16, the gates bounded. save: the backward pass does not prepare the chunks again.
+    interpret: `plgpu.InterpretGPUParams`, for tests."""
     length = q.shape[1]
     padding = -length % CHUNK
     if padding and segment_ids is None:
@@ -43,7 +44,7 @@ def kda(q, k, v, g, beta, initial_state, segment_ids, *, scale: float, gate: str
         rate = jnp.ones((heads,)) if a_log is None else jnp.exp(a_log.astype(jnp.float32))
         bias = jnp.zeros((heads, key)) if dt_bias is None else rate[:, None] * dt_bias.astype(jnp.float32)
     bound = gates.bound_of(gate, lower_bound) if gate == "bounded" else None
-    config = Config(scale, bound, qk_l2norm, interpret)
+    config = Config(scale, bound, qk_l2norm, save, interpret)
     x = Inputs(q, k, v, g, jnp.swapaxes(beta, 1, 2), rate, bias, owner, edges)
     o, state = operator(config, x, initial_state.astype(jnp.float32))
     return o[:, :length], state
@@ -51,18 +52,16 @@ def kda(q, k, v, g, beta, initial_state, segment_ids, *, scale: float, gate: str
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def operator(config: Config, x: Inputs, initial: Float[Array, "B H K V"]) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    return forward(config, x, initial)
+    return forward(config, x, initial)[:2]
 
 
 def _operator_forward(config, x, initial):
-    o, final, states, d = forward(config, x, initial, save=True)
-    return (o, final), (x, states, d)
+    o, final, kept = forward(config, x, initial, save=True)
+    return (o, final), (x, kept)
 
 
 def _operator_backward(config, residuals, cotangents):
-    x, states, d = residuals
-    do, dfinal = cotangents
-    return backward(config, x, states, d, do, dfinal)
+    return backward(config, *residuals, *cotangents)
 
 
 operator.defvjp(_operator_forward, _operator_backward)

@@ -49,8 +49,9 @@ DECAYS = dict(gate="log_decay", lower_bound=-5.0, beta_logits=False, qk_l2norm=F
 def run(keywords, narrow=WIDE, kernels=True):
     def call(q, k, v, g, beta, initial_state, a_log=None, dt_bias=None, segment_ids=None):
         if not kernels:
+            kept = {n: value for n, value in keywords.items() if n != "save"}
             return kda(q, k, v, g, beta, initial_state=initial_state, a_log=a_log, dt_bias=dt_bias, segment_ids=segment_ids, implementation="reference",
-                       **keywords)
+                       **kept)
         wide = dict(q=q, k=k, v=v, g=g)
         wide = {n: x.astype(jnp.bfloat16) if n in narrow else x for n, x in wide.items()}
         return vjp.kda(*wide.values(), beta, initial_state, segment_ids, scale=q.shape[-1] ** -0.5, a_log=a_log, dt_bias=dt_bias,
@@ -102,6 +103,24 @@ def test_gate_cases(interpreter, gate):
 def test_two_warpgroups_share_a_block(interpreter, monkeypatch):
     monkeypatch.setattr(mosaic_gpu_forward, "warpgroups", lambda sequences, value: value // 64)
     check(raw_inputs(specs.Shape(2, 192, 1, 128, 128)), BOUNDED)
+
+
+@pytest.mark.slow
+def test_parts_of_a_sequence_run_side_by_side(interpreter, monkeypatch):
+    """Two parts, the cut inside a document, one more ends in the first; what `prepare` made is kept for the backward pass."""
+    monkeypatch.setattr(mosaic_gpu_forward, "SHORTEST_PART", 1)
+    monkeypatch.setattr(mosaic_gpu_forward, "FEWEST_PARTS", 2)
+    monkeypatch.setattr(mosaic_gpu_forward, "parts_of", partial(mosaic_gpu_forward.parts_of, multiprocessors=2))
+    x = raw_inputs(specs.Shape(1, 250, 1, 64, 64))
+    # Slow decay, or the second part would not see the first.
+    x = {n: a - 6 if n == "g" else a for n, a in x.items()}
+    check(x | dict(segment_ids=np.repeat([1, 2, 3], [21, 200, 29])[None].astype(np.int32)), BOUNDED | dict(save=True))
+
+
+@pytest.mark.parametrize("sequences,chunks,parts", [(16, 1024, 8), (4, 16384, 32), (8, 16384, 16), (64, 64, 1), (16, 64, 4), (16, 63, 1), (1, 7, 1),
+                                                    (1, 1563, 3), (40, 1024, 1)])
+def test_parts(sequences, chunks, parts):
+    assert mosaic_gpu_forward.parts_of(sequences, chunks) == (parts if parts >= mosaic_gpu_forward.FEWEST_PARTS else 1)
 
 
 @pytest.mark.slow
