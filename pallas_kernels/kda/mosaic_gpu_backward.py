@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.chunk import CHUNK, TILE
 from pallas_kernels.kda.mosaic_gpu_forward import Kept, chain, cut, joined, serial, stage_decay
-from pallas_kernels.kda.mosaic_gpu_prepare import Prepared, prepare
+from pallas_kernels.kda.mosaic_gpu_prepare import MULTIPROCESSORS, Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
     F32,
@@ -39,6 +39,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     beta_rows,
     columns,
     down,
+    gate_sigmoid,
     input_names,
     iota,
     join,
@@ -51,8 +52,8 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     raw_gate,
     right_factor,
     row_of,
-    row_scale,
-    scaled,
+    row_scales,
+    store_squares,
     tiled,
     transposed,
     visible,
@@ -103,15 +104,13 @@ def reverse(config: Config, prepared: Prepared, do: Float[Array, "B T H V"], dfi
 # ---------------------------------------------------------------- parallel kernel
 
 
-def _load(r: dict, index: tuple[Array, Array, Array], slabs: int, value_slabs: int) -> None:
-    """Starts the copies of a chunk; called by one warpgroup, awaited by all. States before the chunk -> tiles 0, 1; gradients after it -> tiles 2, 3."""
+def _load_values(r: dict, index: tuple[Array, Array, Array], slabs: int, value_slabs: int) -> None:
+    """Starts the copies of what has channels of the values. States before the chunk -> tiles 0, 1; gradients after it -> tiles 2, 3."""
     b, h, n = index
-    rows = pl.ds(n * CHUNK, CHUNK)
-    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["barrier"])
-    load_inputs(r, index, {name: r[name] for name in ("q", "k", "g")}, r["barrier"])
-    for name, where in (("do", r["left"].at[0]), ("w", r["left"].at[1]), ("d", r["d"]), ("v", r["v"])):
+    copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, r["values_barrier"])
+    for name, where in (("w", r["left"].at[1]), ("v", r["v"]), ("do", r["left"].at[0]), ("d", r["d"])):
         for s in range(value_slabs):
-            copy(columns(r[f"{name}_in"].at[b, rows, h], s), where.at[s])
+            copy(columns(r[f"{name}_in"].at[b, pl.ds(n * CHUNK, CHUNK), h], s), where.at[s])
     for i, name in ((0, "states_in"), (2, "dstates_in")):
         for wg in range(slabs):
             for s in range(value_slabs):
@@ -138,10 +137,10 @@ def _value_gradients(r: dict, m: Masks, index: tuple[Array, Array, Array], wg: A
     return dots
 
 
-def _state_terms(r: dict, config: Config, m: Masks, sums: Array, wg: Array, k: Array) -> tuple[Array, Array, Array]:
+def _state_terms(r: dict, config: Config, m: Masks, wg: Array) -> tuple[Array, Array, Array]:
     """-> gradients from the states: of q's and of k's rows but for the left factor, of k's columns but for the right one.
 
-    Leaves in r["rows"][1] and [2] the two parts of the log decay's gradient that are one for the whole chunk.
+    Leaves in r["rows"][1] what the decay of the whole chunk adds to the log decay's gradient.
     """
     value_slabs, interpret, table = r["d"].shape[0], config.interpret is not None, r["factors"].at[wg]
     tile = lambda i, s: r["tiles"].at[wg, i + s]
@@ -150,12 +149,11 @@ def _state_terms(r: dict, config: Config, m: Masks, sums: Array, wg: Array, k: A
     for s in range(value_slabs):
         remaining = remaining + jnp.sum(tile(0, s)[...].astype(F32) * tile(2, s)[...].astype(F32), axis=1)
     r["rows"].at[wg, 0][...] = remaining
-    dk = product(*pairs(r["d"], 2)) * kept(m.exit, lanes.of_tiles(table, lanes.LEAVING, interpret=interpret))
-    written = jnp.where(iota(0) < CHUNK - 1, k * dk * right_factor(sums), 0.0)
-    lanes.sum_rows(written, r["totals"].at[wg], r["rows"].at[wg, 2], interpret=interpret)
+    plgpu.commit_smem()
     through = row_of(r["rows"].at[wg, 0]) * row_of(table.at[lanes.WHOLE])
     r["rows"].at[wg, 1][...] = through if m.carry is None else jnp.where(m.carry, through, 0.0)
     entering = kept(m.entry, lanes.of_tiles(table, lanes.ENTERING, interpret=interpret))
+    dk = product(*pairs(r["d"], 2)) * kept(m.exit, lanes.of_tiles(table, lanes.LEAVING, interpret=interpret))
     return product(*pairs(r["left"].at[0], 0)) * entering, product(*pairs(r["left"].at[1], 0)) * entering, dk
 
 
@@ -177,17 +175,24 @@ def _score_gradients(r: dict, wg: Array, slabs: int) -> None:
 
 
 def _score_terms(r: dict, config: Config, sums: Array, wg: Array, q: Array, k: Array, beta: Array, terms: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Adds what comes through the scores to `terms`, as `_state_terms` returns them, and the factors of rows and columns. Joins the warpgroups."""
+    """Adds what comes through the scores to `terms`, as `_state_terms` returns them, and the factors of rows and columns. Joins the warpgroups.
+
+    Leaves in r["rows"][2] what the writes' decay to the chunk's end adds to the log decay's gradient, one for the whole chunk.
+    """
     reads, writes, erasers = r["tiles"].at[wg, 0], r["tiles"].at[wg, 1], r["tiles"].at[wg, 2]
+    interpret, left, right = config.interpret is not None, left_factor(sums), right_factor(sums)
     # All products with the states have been awaited by the whole warpgroup.
-    reads[...] = (q * left_factor(sums)).astype(BF16)
-    erasers[...] = (k * beta * left_factor(sums)).astype(BF16)
-    writes[...] = (k * right_factor(sums)).astype(BF16)
+    reads[...] = (q * left).astype(BF16)
+    erasers[...] = (k * (beta * left)).astype(BF16)
+    written = k * right
+    writes[...] = written.astype(BF16)
+    written = jnp.where(iota(0) < CHUNK - 1, written * terms[2], 0.0)
+    lanes.sum_rows((written,), r["totals"].at[wg], (r["rows"].at[wg, 2],), interpret=interpret)
     plgpu.commit_smem()
     join(r, r["k"].shape[0])
     dp, da = (r["left"].at[i, 0] for i in range(2))
-    dq, row, dk = lanes.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=config.interpret is not None)
-    return dq * left_factor(sums), row * left_factor(sums), dk * right_factor(sums)
+    dq, row, dk = lanes.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=interpret)
+    return dq * left, row * left, dk * right
 
 
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
@@ -198,44 +203,99 @@ def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> No
     if config.bound is not None:
         g, bias = raw_gate(r, wg, True)
         g = kept(m.valid, g)
-        sigmoid = 1.0 / (1.0 + jnp.exp2((r["rate"] * g + across(bias)) * -LOG2E))
+        sigmoid = gate_sigmoid(g, bias, r["rate"], interpret)
         dz = kept(m.valid, dg * (config.bound * sigmoid) * (1.0 - sigmoid))
-        for i, x in enumerate((dz, dz * g)):
-            plgpu.commit_smem()
-            lanes.sum_rows(x, totals, r["sums"].at[wg, i], interpret=interpret)
+        plgpu.commit_smem()
+        lanes.sum_rows((dz, dz * g), totals, tuple(r["sums"].at[wg, i] for i in range(2)), interpret=interpret)
         dg = r["rate"] * dz
     r["g"].at[wg][...] = kept(m.valid, dg).astype(r["g"].dtype)
 
 
-def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int, *refs: Any) -> None:
+def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int, shape: tuple[int, int], total: int, blocks: int, *refs: Any) -> None:
+    """Chunks block, block + blocks, ... of `total`: while one's gradients go through gate and norms, the next one's values and states arrive."""
     r = dict(zip(names, refs))
-    slabs, value_slabs = key // SLAB, value // SLAB
-    b, h, n, wg = (lax.axis_index(name) for name in ("b", "h", "n", "wg"))
-    index = (b, h, n)
+    slabs, value_slabs, (heads, chunks) = key // SLAB, value // SLAB, shape
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("wg")
+
+    def index_of(item):
+        bh = lax.div(item, chunks)
+        return lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)
+
+    def fetch(item, wg, values):
+        load = lambda: _load_values(r, index_of(item), slabs, value_slabs) if values else \
+            load_inputs(r, index_of(item), {name: r[name] for name in ("q", "k", "g")}, r["arrived"])
+        pl.when((wg == 0) & (item < total))(load)
+
+    def step(turn, _):
+        wg = lanes.in_this_turn(warpgroup, interpret=config.interpret is not None)
+        item = block + turn * blocks
+        _chunk(config, r, index_of(item), wg, lambda: fetch(item + blocks, wg, True))
+        # Both warpgroups' results have left the places of the inputs.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        join(r, slabs)
+        fetch(item + blocks, wg, False)
+        return ()
+
+    fetch(block, warpgroup, False)
+    fetch(block, warpgroup, True)
+    lax.fori_loop(0, lax.div(total - block + blocks - 1, blocks), step, ())
+
+
+def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array, fetch_values: Any) -> None:
+    slabs, value_slabs = r["k"].shape[0], r["d"].shape[0]
+    interpret, scale = config.interpret is not None, config.scale
     if config.bound is not None:
-        r["rate"] = r["rate_in"][h]
-    pl.when(wg == 0)(lambda: _load(r, index, slabs, value_slabs))
-    plgpu.barrier_wait(r["barrier"])
+        r = r | dict(rate=r["rate_in"][index[1]])
+    plgpu.barrier_wait(r["arrived"])
     m, beta = masks(r, index), down(beta_rows(r))
-    scales = tuple(row_scale(r[name], config.normalize, slabs) for name in ("q", "k"))
+    sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, wg, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
+    store_squares(r, config, wg)
+    lanes.tile_factors(sums, r["totals"].at[wg], r["factors"].at[wg], interpret=interpret)
+    plgpu.barrier_wait(r["values_barrier"])
     values = _value_gradients(r, m, index, wg, slabs, value_slabs)
-    q = lambda: scaled(r["q"], wg, scales[0], m.valid) * config.scale
-    k = lambda: scaled(r["k"], wg, scales[1], m.valid)
-    sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, wg, config.bound is not None), r.get("rate"), m.valid), interpret=config.interpret is not None)
-    lanes.tile_factors(sums, r["totals"].at[wg], r["factors"].at[wg], interpret=config.interpret is not None)
-    terms = _state_terms(r, config, m, sums, wg, k())
+    terms = _state_terms(r, config, m, wg)
     _score_gradients(r, wg, slabs)
-    dq, row, dk = _score_terms(r, config, sums, wg, q(), k(), beta, terms)
-    _gate_gradient(r, config, m, wg, q() * dq + k() * beta * row - jnp.where(iota(0) < CHUNK - 1, k() * dk, 0.0))
-    diagonal = down(plgpu.load(r["rows"].at[0, 3], layout=ROWS, optimized=False))
-    r["rows"].at[wg, 0][...] = values + jnp.sum(row * k(), axis=1)
-    dk = dk + beta * row + diagonal * q()
-    dq = config.scale * (dq + diagonal * k())
-    dq, dk = _through_norms(r, config, m, wg, scales, dq, dk)
-    r["q"].at[wg][...], r["k"].at[wg][...] = kept(m.valid, dq).astype(BF16), kept(m.valid, dk).astype(BF16)
-    total = sum(plgpu.load(r["rows"].at[i, 0], layout=ROWS, optimized=False) for i in range(slabs))
-    r["sums"].at[wg, 2][...] = total if m.valid is None else jnp.where(plgpu.load(r["beta"], layout=ROWS, optimized=False) >= 0.0, total, 0.0)
+    scales = row_scales(r, config)
+    q_scale, k_scale = (1.0 if x is None else down(x) for x in scales)
+    q_scale = q_scale * config.scale
+    raw = lambda name: kept(m.valid, r[name].at[wg][...].astype(F32))
+    dq, row, dk = _score_terms(r, config, sums, wg, raw("q") * q_scale, raw("k") * k_scale, beta, terms)
+    # The values' gradient has left, and the other warpgroup needs nothing of the values any more either.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    join(r, slabs)
+    fetch_values()
+    _gate_gradient(r, config, m, wg, q_scale * (raw("q") * dq) + k_scale * (raw("k") * (beta * row - jnp.where(iota(0) < CHUNK - 1, dk, 0.0))))
+    _through_norms(r, config, m, wg, scales, raw("q"), raw("k"), values, dq, row, dk)
     _store(r, config, index, wg)
+
+
+def _through_norms(r: dict, config: Config, m: Masks, wg: Array, scales: tuple[Array | None, Array | None], q: Array, k: Array, values: Array,
+                   dq: Array, row: Array, dk: Array) -> None:
+    """Gradients of q and k, the rows before their norms, in their places; of beta in row 2 of r["sums"]. Joins the warpgroups.
+
+    Of the rows as the scores see them, x / |x|, the gradients are dq and, from the diagonal of P, k's row; dk, beta `row` and q's row. Taken through the norm
+    each becomes a sum of q, k and these with one factor a row; the factors need a few sums over all channels.
+    """
+    slabs = r["k"].shape[0]
+    # The slowest warp still reads the rows that hold parts of the gate's gradient.
+    plgpu.commit_smem()
+    for i, x in enumerate((jnp.sum(row * k, axis=1), jnp.sum(dq * q, axis=1), jnp.sum(dk * k, axis=1), jnp.sum(q * k, axis=1), values)):
+        r["dots"].at[wg, i][...] = x
+    join(r, slabs)
+    row_k, dq_q, dk_k, q_k, values = (sum(plgpu.load(r["dots"].at[s, i], layout=ROWS, optimized=False) for s in range(slabs)) for i in range(5))
+    beta, diagonal = beta_rows(r), plgpu.load(r["rows"].at[0, 3], layout=ROWS, optimized=False)
+    q_scale, k_scale = (1.0 if x is None else x for x in scales)
+    dbeta = values + k_scale * row_k
+    r["sums"].at[wg, 2][...] = dbeta if m.valid is None else jnp.where(plgpu.load(r["beta"], layout=ROWS, optimized=False) >= 0.0, dbeta, 0.0)
+    read, both = config.scale * q_scale, config.scale * q_scale * k_scale * diagonal
+    new_q, new_k = down(read) * dq if config.normalize else read * dq, row * down(k_scale * beta) + (down(k_scale) * dk if config.normalize else dk)
+    new_q, new_k = new_q + down(both) * k, new_k + down(both) * q
+    if config.normalize:
+        new_q = new_q - down(q_scale * q_scale * (read * dq_q + both * q_k)) * q
+        new_k = new_k - down(k_scale * k_scale * (k_scale * (dk_k + beta * row_k) + both * q_k)) * k
+    r["q"].at[wg][...], r["k"].at[wg][...] = kept(m.valid, new_q).astype(BF16), kept(m.valid, new_k).astype(BF16)
 
 
 def _store(r: dict, config: Config, index: tuple[Array, Array, Array], wg: Array) -> None:
@@ -248,26 +308,6 @@ def _store(r: dict, config: Config, index: tuple[Array, Array, Array], wg: Array
         for i, name in enumerate(("dbias", "drate")):
             plgpu.copy_smem_to_gmem(r["sums"].at[wg, i], r[f"{name}_out"].at[b, h, n, own])
     pl.when(wg == 0)(lambda: plgpu.copy_smem_to_gmem(r["sums"].at[0, 2], r["dbeta_out"].at[b, h, rows]))
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _through_norms(r: dict, config: Config, m: Masks, wg: Array, scales: tuple, dq: Array, dk: Array) -> tuple[Array, Array]:
-    """Gradients of the normalised rows -> of the rows before: scale * (dx - x sum x dx), the sum over both warpgroups. Joins the warpgroups."""
-    slabs = r["k"].shape[0]
-    if config.normalize:
-        # Rows 1 and 2 still hold parts of the gate's gradient for the slowest warp.
-        plgpu.commit_smem()
-        for i, (name, dx) in enumerate((("q", dq), ("k", dk))):
-            r["rows"].at[wg, 1 + i][...] = jnp.sum(dx * scaled(r[name], wg, scales[i], m.valid), axis=1)
-    plgpu.commit_smem()
-    join(r, slabs)
-    if not config.normalize:
-        return dq, dk
-    result = []
-    for i, (name, dx) in enumerate((("q", dq), ("k", dk))):
-        dot = sum(plgpu.load(r["rows"].at[j, 1 + i], layout=ROWS, optimized=False) for j in range(slabs))
-        result.append(down(scales[i]) * (dx - scaled(r[name], wg, scales[i], m.valid) * down(dot)))
-    return tuple(result)
 
 
 def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:
@@ -275,15 +315,16 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
     slabs, value_slabs = key // SLAB, value // SLAB
     tiles = lambda *shape, dtype=BF16: tiled(*shape, CHUNK, SLAB, dtype=dtype)
     vector = lambda *shape, dtype=F32: plgpu.SMEM((*shape, SLAB), dtype)
-    loads = dict(q=tiles(slabs), k=tiles(slabs), g=tiles(slabs, dtype=g_dtype), left=tiles(2, value_slabs), d=tiles(value_slabs), v=tiles(value_slabs),
-                 beta=plgpu.SMEM((CHUNK,), F32))
+    loads = dict(q=tiles(slabs), k=tiles(slabs), g=tiles(slabs, dtype=g_dtype), beta=plgpu.SMEM((CHUNK,), F32))
     if bounded:
         loads["bias"] = plgpu.SMEM((key,), F32)
     if packed:
         loads["runs"] = plgpu.SMEM((CHUNK,), jnp.int32)
-    arrivals = 3 * slabs + 4 * value_slabs + 2 * slabs * value_slabs + 1 + bounded + packed
-    return loads | dict(tiles=tiles(slabs, 4), factors=vector(slabs, lanes.FACTORS), totals=vector(slabs, 4), sums=vector(slabs, 3),
-                        rows=vector(slabs, 5), barrier=plgpu.Barrier(num_arrivals=arrivals), join=plgpu.Barrier(num_arrivals=slabs))
+    barriers = dict(arrived=plgpu.Barrier(num_arrivals=3 * slabs + 1 + bounded + packed),
+                    values_barrier=plgpu.Barrier(num_arrivals=4 * value_slabs + 2 * slabs * value_slabs), join=plgpu.Barrier(num_arrivals=slabs))
+    return loads | barriers | dict(left=tiles(2, value_slabs), d=tiles(value_slabs), v=tiles(value_slabs), tiles=tiles(slabs, 4),
+                                   factors=vector(slabs, lanes.FACTORS), totals=vector(slabs, 8), sums=vector(slabs, 3), rows=vector(slabs, 5),
+                                   dots=vector(slabs, 5), squares=vector(slabs, 2))
 
 
 def gradients(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:
@@ -310,8 +351,10 @@ def _gradients_of_columns(config: Config, x: Inputs, do: Array, w: Array, d: Arr
         outputs |= {name: jax.ShapeDtypeStruct((batch, heads, chunks, key), F32) for name in ("dbias_out", "drate_out")}
     scratch = _scratch(key, value, x.g.dtype, x.runs is not None, x.bias is not None)
     names = (*inputs, *outputs, *scratch)
-    results = plgpu.kernel(functools.partial(_gradients_body, config, names, key, value), out_type=tuple(outputs.values()),
-                           scratch_types=tuple(scratch.values()), grid=(batch, heads, chunks), grid_names=("b", "h", "n"),
+    total = batch * heads * chunks
+    blocks = min(total, MULTIPROCESSORS)
+    body = functools.partial(_gradients_body, config, names, key, value, (heads, chunks), total, blocks)
+    results = plgpu.kernel(body, out_type=tuple(outputs.values()), scratch_types=tuple(scratch.values()), grid=(blocks,), grid_names=("block",),
                            num_threads=key // SLAB, thread_name="wg", compiler_params=PARAMS,
                            interpret=config.interpret or False)(*inputs.values())
     dq, dk, dv, dg, dbeta, *parameters = results

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import FragmentedArray, utils
+from jax.experimental.mosaic.gpu.fragmented_array import addf, mulf, subf
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
@@ -104,6 +105,18 @@ def in_this_turn(x: Array, *, interpret: bool) -> Array:
     return again(x)
 
 
+def reciprocal(x: Array, *, interpret: bool) -> Array:
+    """1 / x of a [64, 64], to a unit in the last place; 0 where x is denormal or beyond 2^126: one instruction, the language's own division takes eight."""
+    if interpret:
+        return 1.0 / x
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=_MATRIX)
+    def invert(_, x):
+        one = lambda value: utils.inline_ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
+        return _array([[[one(value) for value in half] for half in eight] for eight in _values(x)], x)
+    return invert(x)
+
+
 # ---------------------------------------------------------------- sums inside tiles and factors of tiles
 
 
@@ -131,10 +144,7 @@ def tile_sums(x: Array, *, interpret: bool) -> Array:
 def suffix_sums(x: Array, totals: Any, *, interpret: bool) -> Array:
     """Sums over each row and those after it, float32 [64, 64] -> the same. totals: scratch [4, 64], free for others' use after the next `commit_smem`."""
     if interpret:
-        totals[...] = jnp.sum(x.reshape(4, TILE, x.shape[1]), axis=1)
-        later = jnp.stack([sum((totals[j] for j in range(i + 1, 4)), jnp.zeros(x.shape[1])) for i in range(4)])
-        inside = jnp.cumsum(x.reshape(4, TILE, x.shape[1])[:, ::-1], axis=1)[:, ::-1]
-        return (inside + later[:, None]).reshape(x.shape)
+        return jnp.cumsum(x[::-1], axis=0)[::-1]
     shift = lambda value, by: f"shfl.sync.down.b32 t|p, {value}, {by}, 31, -1; @p add.f32 {value}, {value}, t;"
     steps = " ".join(shift(value, by) for by in (4, 8, 16) for value in ("a", "b"))
     ptx = f"{{ .reg .pred p; .reg .f32 t, a, b; mov.f32 a, $2; mov.f32 b, $3; {steps} shfl.sync.idx.b32 t, b, $4, 31, -1; add.f32 a, a, t; " \
@@ -156,38 +166,40 @@ def suffix_sums(x: Array, totals: Any, *, interpret: bool) -> Array:
             counts = arith.select(arith.cmpi(arith.CmpIPredicate.ult, warp, _i32(tile)), _f32(1.0), _f32(0.0))
             for eight, pair in enumerate(_row(totals, _i32(tile))):
                 for one in range(2):
-                    later = arith.mulf(counts, _element(pair, one))
+                    later = mulf(counts, _element(pair, one))
                     for half in range(2):
-                        values[eight][half][one] = arith.addf(values[eight][half][one], later)
+                        values[eight][half][one] = addf(values[eight][half][one], later)
         return _array(values, x)
     return scan(x, totals)
 
 
-def sum_rows(x: Array, totals: Any, out: Any, *, interpret: bool) -> None:
-    """Sum over the rows of a float32 [64, 64] -> out [64]; there when this returns. totals: scratch [4, 64], as for `suffix_sums`."""
+def sum_rows(arrays: Sequence[Array], totals: Any, outs: Sequence[Any], *, interpret: bool) -> None:
+    """Sums over the rows of float32 arrays [64, 64], at most two -> outs [64] each; there when this returns. totals: scratch [8, 64], as for `suffix_sums`."""
     if interpret:
-        totals[...] = jnp.sum(x.reshape(4, TILE, x.shape[1]), axis=1)
-        out[...] = totals[0] + totals[1] + totals[2] + totals[3]
+        for x, out in zip(arrays, outs):
+            out[...] = jnp.sum(x, axis=0)
         return
 
-    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), plgpu.RefType()))
-    def total(_, x, totals, out):
+    @plgpu.inline_mgpu(arg_types=((_WGMMA,) * len(arrays), plgpu.RefType(), (plgpu.RefType(),) * len(arrays)))
+    def total(_, arrays, totals, outs):
         lane, thread, warp = _lane(), _thread(), _warp()
-        sums = [[_over_rows(arith.addf(eight[0][one], eight[1][one])) for one in range(2)] for eight in _values(x)]
+        sums = [[[_over_rows(addf(eight[0][one], eight[1][one])) for one in range(2)] for eight in _values(x)] for x in arrays]
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, _i32(4))):
-            _store_row(totals, warp, sums)
+            for i, x in enumerate(sums):
+                _store_row(totals, arith.addi(warp, _i32(4 * i)), x)
         utils.warpgroup_barrier()
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, thread, _i32(CHUNK))):
-            parts = [llvm.load(ir.F32Type.get(), _pointer(totals, arith.addi(thread, _i32(CHUNK * i)))) for i in range(4)]
-            llvm.store(arith.addf(arith.addf(*parts[:2]), arith.addf(*parts[2:])), _pointer(out, thread))
+            for i, out in enumerate(outs):
+                parts = [llvm.load(ir.F32Type.get(), _pointer(totals, arith.addi(thread, _i32(CHUNK * (4 * i + j))))) for j in range(4)]
+                llvm.store(addf(addf(*parts[:2]), addf(*parts[2:])), _pointer(out, thread))
         utils.warpgroup_barrier()
-    total(x, totals, out)
+    total(tuple(arrays), totals, tuple(outs))
 
 
 def _over_rows(x: ir.Value) -> ir.Value:
     """Sum over the eight threads of a warp that hold the same columns."""
     for distance in (4, 8, 16):
-        x = arith.addf(x, utils.shfl_bfly(x, distance))
+        x = addf(x, utils.shfl_bfly(x, distance))
     return x
 
 
@@ -204,8 +216,7 @@ def tile_factors(sums: Array, totals: Any, table: Any, *, interpret: bool) -> No
     One column for each two threads; whole when this returns.
     """
     if interpret:
-        totals[...] = sums[TILE - 1::TILE]
-        table[...] = jnp.stack(_factor_rows([totals[i] for i in range(4)], jnp.exp2, jnp.zeros(CHUNK)))
+        table[...] = jnp.stack(_factor_rows(list(sums[TILE - 1::TILE]), jnp.exp2, jnp.zeros(CHUNK)))
         return
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), plgpu.RefType()))
@@ -233,7 +244,7 @@ class _Bits:
         self.value = value
 
     def __add__(self, other):
-        return _Bits(arith.addf(self.value, other.value if isinstance(other, _Bits) else _f32(other)))
+        return _Bits(addf(self.value, other.value if isinstance(other, _Bits) else _f32(other)))
 
     def exp2(self):
         return _Bits(utils.inline_ptx("ex2.approx.ftz.f32 $0, $1;", self.value, result_types=ir.F32Type.get()))
@@ -349,8 +360,8 @@ def _weighted(products: list, tile: ir.Value, sums: list, table: ir.Value, dista
             for half in range(2):
                 for one in range(2):
                     term = terms[eight][2 * half + one]
-                    term = term if factors is None else arith.mulf(term, _element(factors[eight], one))
-                    result.append(arith.addf(x[eight][half][one], term))
+                    term = term if factors is None else mulf(term, _element(factors[eight], one))
+                    result.append(addf(x[eight][half][one], term))
     return result
 
 
@@ -419,7 +430,7 @@ def merge_blocks(nd: Array, high: Any, low: Any, *, interpret: bool) -> Array:
         squares = [*_multiply([first[1], first[2]], [of_10, of_20]), *_multiply([first[2]], [of_21])]
         cube = _multiply([_left_operand(squares)[1]], [of_10])
         series = [[[arith.negf(x) for x in half] for half in eight] for eight in n]
-        for sign, terms in ((arith.addf, squares), (arith.subf, cube)):
+        for sign, terms in ((addf, squares), (subf, cube)):
             for i, eight in enumerate(terms):
                 series[i] = [[sign(series[i][h][e], eight[h][e]) for e in range(2)] for h in range(2)]
         outside = [x for k, operand in enumerate(_left_operand(series)) for x in _multiply([operand], [shared(k, 3)])]
@@ -453,11 +464,11 @@ def _tile_inverse(a, row, column):
     corners = lambda bits: each(lambda eight, h, one: arith.select(corner(bits, h, eight, one), a[eight][h][one], _f32(0.0)))
     unit = lambda eight, h, one: arith.select(arith.cmpi(arith.CmpIPredicate.eq, row[h], column[eight][one]), _f32(1.0), _f32(0.0))
     pairs = corners(0)
-    t = each(lambda eight, h, one: arith.subf(unit(eight, h, one), pairs[eight][h][one]))
+    t = each(lambda eight, h, one: subf(unit(eight, h, one), pairs[eight][h][one]))
     for bits in (1, 2, 3):
         left = _multiply(_left_operand(t), [_right_operand(corners(bits))])
         change = _multiply(_left_operand(left), [_right_operand(t)])
-        t = each(lambda eight, h, one: arith.subf(t[eight][h][one], change[eight][h][one]))
+        t = each(lambda eight, h, one: subf(t[eight][h][one], change[eight][h][one]))
     return t
 
 
@@ -466,7 +477,7 @@ def _parts(first: ir.Value, second: ir.Value) -> tuple[ir.Value, ir.Value]:
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     bits = [arith.bitcast(i32, x) for x in (first, second)]
     high = utils.inline_ptx("prmt.b32 $0, $1, $2, 0x7632;", *bits, result_types=i32)
-    rest = [arith.subf(x, arith.bitcast(f32, arith.andi(b, _i32(-65536)))) for x, b in zip((first, second), bits)]
+    rest = [subf(x, arith.bitcast(f32, arith.andi(b, _i32(-65536)))) for x, b in zip((first, second), bits)]
     return high, utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", rest[1], rest[0], result_types=i32)
 
 

@@ -19,12 +19,10 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.gates import L2_EPS
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
     F32,
     PARAMS,
-    ROWS,
     SLAB,
     Config,
     Inputs,
@@ -44,9 +42,10 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     raw_gate,
     right_factor,
     row_of,
+    row_scales,
     scaled,
     split,
-    squares_of_rows,
+    store_squares,
     tiled,
     transposed,
     visible,
@@ -138,7 +137,7 @@ def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total:
     first = team_of(warpgroup)[0]
     fetch(*team_of(warpgroup))
     lax.fori_loop(0, lax.div(total - first + workers - 1, workers), step, ())
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array, fetch_next: Any) -> None:
@@ -180,15 +179,13 @@ def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array
     at = {name: r[name].at[s] for name in ("q", "k", "left", "right0", "right1", "right2")}
     table = r["factors"].at[s]
     sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, s, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
-    if config.normalize:
-        for i, name in enumerate(("q", "k")):
-            r["squares"].at[s, i][...] = squares_of_rows(at[name][...].astype(F32))
+    store_squares(r, config, s)
     # What this warpgroup stored of the last chunk has left, and the other's too: its places are written again from here on.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     lanes.tile_factors(sums, r["totals"].at[s], table, interpret=interpret)
     join(r, slabs)
     of_tiles = lambda first: lanes.of_tiles(table, first, interpret=interpret)
-    scales = _row_scales(r, config, slabs)
+    scales = row_scales(r, config)
     left = left_factor(sums)
     q, entering = scaled(r["q"], s, scales[0], m.valid) * (config.scale * left), of_tiles(lanes.ENTERING)
     at["right1"][...] = kept(m.entry, q * entering).astype(BF16)
@@ -210,14 +207,6 @@ def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array
     at["left"][...] = reads.astype(BF16)
     at["right1"][...], at["right2"][...] = apart[:2]
     plgpu.commit_smem()
-
-
-def _row_scales(r: dict, config: Config, slabs: int) -> list[Array | None]:
-    """1 / norm of the rows of q and of k, from the squares that every warpgroup has left."""
-    if not config.normalize:
-        return [None, None]
-    squares = lambda i: sum(plgpu.load(r["squares"].at[s, i], layout=ROWS, optimized=False) for s in range(slabs))
-    return [lax.rsqrt(squares(i) + L2_EPS) for i in range(2)]
 
 
 def _scores(r: dict, left: Any, slabs: int) -> Array:

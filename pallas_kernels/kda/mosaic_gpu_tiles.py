@@ -97,15 +97,20 @@ def split(x: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- decays and factors
 
 
-def squares_of_rows(x: Array) -> Array:
-    return jnp.sum(x * x, axis=1)
+def store_squares(refs: dict, config: Config, s: Any) -> None:
+    """Leaves the sums of squares of the rows of q and k over slab s for `row_scales`, which comes after the next `join`."""
+    if config.normalize:
+        for i, name in enumerate(("q", "k")):
+            x = refs[name].at[s][...].astype(F32)
+            refs["squares"].at[s, i][...] = jnp.sum(x * x, axis=1)
 
 
-def row_scale(ref: Any, normalize: bool, slabs: int) -> Array | None:
-    """1 / norm of each row of a [64, Dk] tile, or None."""
-    if not normalize:
-        return None
-    return lax.rsqrt(sum(squares_of_rows(ref.at[s][...].astype(F32)) for s in range(slabs)) + L2_EPS)
+def row_scales(refs: dict, config: Config) -> tuple[Array | None, Array | None]:
+    """1 / norm of the rows of q and of k, one entry per row, or None."""
+    if not config.normalize:
+        return None, None
+    squares = lambda i: sum(plgpu.load(refs["squares"].at[s, i], layout=ROWS, optimized=False) for s in range(refs["k"].shape[0]))
+    return lax.rsqrt(squares(0) + L2_EPS), lax.rsqrt(squares(1) + L2_EPS)
 
 
 def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None, valid: Array | None) -> Array:
@@ -113,8 +118,12 @@ def log2_decay(config: Config, g: Array, bias: Array | None, rate: Array | None,
     if config.bound is None:
         decay = g * LOG2E
     else:
-        decay = (config.bound * LOG2E) / (1.0 + jnp.exp2((rate * g + across(bias)) * -LOG2E))
+        decay = (config.bound * LOG2E) * gate_sigmoid(g, bias, rate, config.interpret is not None)
     return decay if valid is None else jnp.where(valid, decay, 0.0)
+
+
+def gate_sigmoid(g: Array, bias: Array, rate: Array, interpret: bool) -> Array:
+    return lanes.reciprocal(1.0 + jnp.exp2((rate * -LOG2E) * g + across(bias * -LOG2E)), interpret=interpret)
 
 
 def left_factor(sums: Array) -> Array:
@@ -135,9 +144,8 @@ def raw_gate(refs: dict, s: Any, bounded: bool) -> tuple[Array, Array | None]:
 
 def scaled(ref: Any, s: int, scale: Array | None, keep: Array | None = None) -> Array:
     """Slab s of a tile in float32, each row times its entry of `scale`, zero where not kept."""
-    x = ref.at[s][...].astype(F32)
-    x = x if scale is None else x * down(scale)
-    return x if keep is None else jnp.where(keep, x, 0.0)
+    x = kept(keep, ref.at[s][...].astype(F32))
+    return x if scale is None else x * down(scale)
 
 
 # ---------------------------------------------------------------- arguments and masks

@@ -44,20 +44,27 @@ def test_sums_inside_tiles():
     assert rms_ratio(got, lanes.tile_sums(jnp.asarray(x), interpret=True)) < 1e-6
 
 
+def test_reciprocal():
+    x = 1 + np.exp2(20 * normal(64, 64))
+    assert rms_ratio(run(lambda x, r: lanes.reciprocal(x[0], interpret=False), x), 1 / x.astype(np.float64)) < 1e-6
+
+
 def test_suffix_sums():
     x = normal(64, 64)
     got = run(lambda x, r: lanes.suffix_sums(x[0], r["totals"], interpret=False), x, totals=vector(4, 64))
     assert rms_ratio(got, np.cumsum(x[::-1], axis=0)[::-1]) < 1e-6
 
 
-def test_sums_over_rows():
-    x = normal(64, 64)
+@pytest.mark.parametrize("which", [0, 1])
+def test_sums_over_rows(which):
+    x, y = normal(64, 64), normal(64, 64)
 
-    def body(x, r):
-        lanes.sum_rows(x[0], r["totals"], r["sums"], interpret=False)
-        return plgpu.layout_cast(jax.lax.broadcast_in_dim(plgpu.load(r["sums"], layout=WGMMA.reduce(0), optimized=False), (64, 64), (1,)), WGMMA)
-    got = run(body, x, totals=vector(4, 64), sums=vector(64))
-    assert rms_ratio(got, np.broadcast_to(x.sum(0), (64, 64))) < 1e-6
+    def body(arrays, r):
+        lanes.sum_rows(tuple(arrays), r["totals"], (r["first"], r["second"]), interpret=False)
+        sums = plgpu.load(r[("first", "second")[which]], layout=WGMMA.reduce(0), optimized=False)
+        return plgpu.layout_cast(jax.lax.broadcast_in_dim(sums, (64, 64), (1,)), WGMMA)
+    got = run(body, x, y, totals=vector(8, 64), first=vector(64), second=vector(64))
+    assert rms_ratio(got, np.broadcast_to((x, y)[which].sum(0), (64, 64))) < 1e-6
 
 
 @pytest.mark.parametrize("first", range(0, 20, 4))
