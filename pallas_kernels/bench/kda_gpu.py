@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels.bench import command, commit
 from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_prepare, mosaic_gpu_tiles, specs
 from pallas_kernels.kda.api import kda, kda_step
+from pallas_kernels.kda.chunk import CHUNK
 from pallas_kernels.testing import median_ms, outputs_and_gradients, rms_ratio
 
 SHAPES = ((1, 8192, 96), (8, 2048, 32), (1, 65536, 16), (4, 4096, 16))
@@ -115,30 +116,44 @@ def timed_parts(x, do, implementation, train):
     forward = jax.jit(lambda x: call(implementation, **WHOLE)(**x))
     yield "forward_ms", forward, (x,)
     if train:
-        yield "train_ms", jax.jit(lambda x, do: jax.vjp(lambda x: call(implementation, **WHOLE)(**x)[0], x)[1](do)), (x, do)
+        both = lambda residuals: jax.jit(lambda x, do: jax.vjp(lambda x: call(implementation, residuals=residuals, **WHOLE)(**x)[0], x)[1](do))
+        yield "train_ms", both("recompute"), (x, do)
+        yield "train_saving_ms", both("save"), (x, do)
     if implementation == "mosaic_gpu":
-        inputs, initial, config = kernel_inputs(x)
-        prepare = jax.jit(partial(mosaic_gpu_prepare.prepare, config))
-        yield "prepare_ms", prepare, (inputs,)
-        prepared = prepare(inputs)
-        recur = lambda save: jax.jit(lambda p, v, b, s: mosaic_gpu_forward.recur(config, p, v, b, s, save))
-        yield "recur_ms", recur(False), (prepared, inputs.v, inputs.beta, initial)
-        yield "recur_saving_ms", recur(True), (prepared, inputs.v, inputs.beta, initial)
-        if train:
-            _, _, states, d = recur(True)(prepared, inputs.v, inputs.beta, initial)
-            reverse = jax.jit(partial(mosaic_gpu_backward.reverse, config))
-            yield "reverse_ms", reverse, (prepared, do, initial)
-            _, dstates, w = reverse(prepared, do, initial)
-            del prepared
-            yield "gradients_ms", jax.jit(partial(mosaic_gpu_backward.gradients, config)), (inputs, do, w, d, states, dstates)
+        yield from kernel_parts(x, do, train)
+
+
+def kernel_parts(x, do, train):
+    """The kernels one by one, on sequences cut as the whole operator cuts them."""
+    inputs, initial, config, parts = kernel_inputs(x)
+    prepare = jax.jit(partial(mosaic_gpu_prepare.prepare, config))
+    yield "prepare_ms", prepare, (inputs,)
+    prepared = prepare(inputs)
+    if parts > 1:
+        yield "transitions_ms", jax.jit(partial(mosaic_gpu_forward.transitions, config)), (prepared, inputs.v, inputs.beta)
+    recur = lambda save: jax.jit(lambda p, v, b, s: mosaic_gpu_forward.recur(config, p, v, b, s, save))
+    yield "recur_ms", recur(False), (prepared, inputs.v, inputs.beta, initial)
+    yield "recur_saving_ms", recur(True), (prepared, inputs.v, inputs.beta, initial)
+    if train:
+        _, _, states, d = recur(True)(prepared, inputs.v, inputs.beta, initial)
+        do = do.reshape(inputs.v.shape)
+        reverse = lambda save: jax.jit(lambda p, do, s: mosaic_gpu_backward.reverse(config, p, do, s, save))
+        if parts > 1:
+            yield "reverse_transitions_ms", reverse(False), (prepared, do, initial)
+        yield "reverse_ms", reverse(True), (prepared, do, initial)
+        _, dstates, w = reverse(True)(prepared, do, initial)
+        del prepared
+        yield "gradients_ms", jax.jit(partial(mosaic_gpu_backward.gradients, config)), (inputs, do, w, d, states, dstates)
 
 
 def kernel_inputs(x):
-    batch, _, heads, width = x["q"].shape
+    batch, tokens, heads, width = x["q"].shape
     rate = jnp.exp(x["a_log"])
     beta = jnp.swapaxes(jax.nn.sigmoid(x["beta"].astype(jnp.float32)), 1, 2)
+    parts = mosaic_gpu_forward.parts_of(batch * heads, tokens // CHUNK)
     inputs = mosaic_gpu_tiles.Inputs(x["q"], x["k"], x["v"], x["g"], beta, rate, rate[:, None] * x["dt_bias"], None, None)
-    return inputs, jnp.zeros((batch, heads, width, width)), mosaic_gpu_tiles.Config(width ** -0.5, gates.DEFAULT_LOWER_BOUND, True)
+    config = mosaic_gpu_tiles.Config(width ** -0.5, gates.DEFAULT_LOWER_BOUND, True)
+    return mosaic_gpu_forward.cut(inputs, parts), jnp.zeros((batch * parts, heads, width, width)), config, parts
 
 
 DECODE = specs.Shape(64, 1, 16, 128, 128)
