@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.chunk import CHUNK, TILE
-from pallas_kernels.kda.mosaic_gpu_forward import Kept, chain, cut, joined, serial, stage_decay
+from pallas_kernels.kda.mosaic_gpu_forward import Kept, chain, copy_state, cut, joined, keep_state, multiply, serial, solve, stage_decay
 from pallas_kernels.kda.mosaic_gpu_prepare import MULTIPROCESSORS, Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
@@ -53,10 +53,10 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     right_factor,
     row_of,
     row_scales,
+    same_document,
     store_squares,
     tiled,
     transposed,
-    visible,
 )
 
 # ---------------------------------------------------------------- serial kernel
@@ -65,32 +65,33 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
 def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """One chunk of one warpgroup: from the gradient of the state after it to that of the state before it; writes its columns of W."""
     b, h, column = at
-    slabs = len(state)
+    slabs, saves = len(state), "w_out" in r
     stage = lambda name, *index: r[name].at[(slot, *index)]
-    # The later chunk's copies must have left state and d.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for s in range(slabs):
-        r["state"].at[wg, s][...] = state[s].astype(BF16)
-    plgpu.commit_smem()
-    if "states_out" in r:
-        for s in range(slabs):
-            plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
     plgpu.barrier_wait(r["arrived"].at[slot])
-    dd = product((transposed(stage("p")), stage("v", wg)), *((stage("kr", s), r["state"].at[wg, s]) for s in range(slabs)))
     decay = stage_decay(r, slot, slabs)
-    r["d"].at[wg][...] = dd.astype(BF16)
-    plgpu.commit_smem()
-    w = -product((transposed(stage("t")), r["d"].at[wg]))
-    # A warp may be done before its neighbours have read what it writes over.
-    plgpu.commit_smem()
-    r["d"].at[wg][...] = w.astype(BF16)
-    plgpu.commit_smem()
-    if "w_out" in r:
-        plgpu.copy_smem_to_gmem(r["d"].at[wg], r["w_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
-    before = [state[s] * down(decay[s]) + product((transposed(stage("qg", s)), stage("v", wg)), (transposed(stage("kd", s)), r["d"].at[wg]))
-              for s in range(slabs)]
+
+    def body(dd, *before):
+        multiply(dd, (transposed(stage("p")), stage("v", wg)), *((stage("kr", s), r["state"].at[wg, s]) for s in range(slabs)))
+        for s in range(slabs):
+            multiply(before[s], (transposed(stage("qg", s)), stage("v", wg)))
+        if saves:
+            # The later chunk's W has left.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        solve(r, wg, -plgpu.wgmma_accumulator_load(dd, wait_n=slabs), transposed(stage("t")))
+        if saves:
+            plgpu.copy_smem_to_gmem(r["d"].at[wg], r["w_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
+        for s in range(slabs):
+            multiply(before[s], (transposed(stage("kd", s)), r["d"].at[wg]))
+        return tuple(state[s] * down(decay[s]) + before[s][...] for s in range(slabs))
+    new = pl.run_scoped(body, plgpu.ACC((CHUNK, SLAB), F32), *(plgpu.ACC((SLAB, SLAB), F32),) * slabs)
+    # This chunk's state has left.
+    plgpu.wait_smem_to_gmem(int(saves), wait_read_only=True)
+    keep_state(r, wg, new)
     plgpu.barrier_arrive(r["consumed"].at[slot])
-    return tuple(before)
+    plgpu.commit_smem()
+    copy_state(r, wg, at, n - 1, n > 0)
+    plgpu.commit_smem_to_gmem_group()
+    return new
 
 
 def reverse(config: Config, prepared: Prepared, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"], save: bool = True) -> tuple[Array, ...]:
@@ -160,14 +161,13 @@ def _state_terms(r: dict, config: Config, m: Masks, wg: Array) -> tuple[Array, A
 def _score_gradients(r: dict, wg: Array, slabs: int) -> None:
     """dP and dA below their diagonals, bfloat16, in place of the first slabs of dO and W; the diagonal of dP -> r["rows"][0, 3]. Joins the warpgroups."""
     value_slabs = r["d"].shape[0]
-    shown = visible(r, iota(0) > iota(1))
     mine = [wg] if slabs == 2 else [0, 1]
     results = []
     for i in mine:
         scores = product(*((r["left"].at[i, s], transposed(r["d"].at[s])) for s in range(value_slabs)))
         diagonal = jnp.sum(jnp.where(iota(0) == iota(1), scores, 0.0), axis=1)
         r["rows"].at[i if slabs == 2 else 0, 3 + (slabs == 1) * i][...] = diagonal
-        results.append(jnp.where(shown, scores, 0.0).astype(BF16))
+        results.append(same_document(r, jnp.where(iota(0) > iota(1), scores, 0.0)).astype(BF16))
     plgpu.commit_smem()
     join(r, slabs)
     for i, scores in zip(mine, results):
@@ -192,7 +192,10 @@ def _score_terms(r: dict, config: Config, sums: Array, wg: Array, q: Array, k: A
     join(r, r["k"].shape[0])
     dp, da = (r["left"].at[i, 0] for i in range(2))
     dq, row, dk = lanes.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=interpret)
-    return dq * left, row * left, dk * right
+    # Made once more: kept, these two would take a third of the registers meanwhile.
+    sums = lanes.anew(sums, interpret=interpret)
+    left = left_factor(sums)
+    return dq * left, row * left, dk * right_factor(sums)
 
 
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
@@ -213,7 +216,7 @@ def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> No
 
 def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int, shape: tuple[int, int], total: int, blocks: int, *refs: Any) -> None:
     """Chunks block, block + blocks, ... of `total`: while one's gradients go through gate and norms, the next one's values and states arrive."""
-    r = dict(zip(names, refs))
+    every = dict(zip(names, refs))
     slabs, value_slabs, (heads, chunks) = key // SLAB, value // SLAB, shape
     block, warpgroup = lax.axis_index("block"), lax.axis_index("wg")
 
@@ -221,24 +224,29 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
         bh = lax.div(item, chunks)
         return lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)
 
-    def fetch(item, wg, values):
+    def references(warpgroup):
+        """All of this block's, by an index that is 0: an address that the compiler knows ahead of the loop would be kept in a register, one for each."""
+        zero = lax.div(warpgroup, slabs)
+        return {name: ref if name.endswith(("_in", "_out")) else ref.at[zero] for name, ref in every.items()}
+
+    def fetch(item, wg, r, values):
         load = lambda: _load_values(r, index_of(item), slabs, value_slabs) if values else \
             load_inputs(r, index_of(item), {name: r[name] for name in ("q", "k", "g")}, r["arrived"])
         pl.when((wg == 0) & (item < total))(load)
 
     def step(turn, _):
         wg = lanes.in_this_turn(warpgroup, interpret=config.interpret is not None)
-        item = block + turn * blocks
-        _chunk(config, r, index_of(item), wg, lambda: fetch(item + blocks, wg, True))
+        item, r = block + turn * blocks, references(wg)
+        _chunk(config, r, index_of(item), wg, lambda: fetch(item + blocks, wg, r, True))
         # Both warpgroups' results have left the places of the inputs.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         join(r, slabs)
-        fetch(item + blocks, wg, False)
+        fetch(item + blocks, wg, r, False)
         return ()
 
-    fetch(block, warpgroup, False)
-    fetch(block, warpgroup, True)
+    for values in (False, True):
+        fetch(block, warpgroup, references(warpgroup), values)
     lax.fori_loop(0, lax.div(total - block + blocks - 1, blocks), step, ())
 
 
@@ -311,17 +319,18 @@ def _store(r: dict, config: Config, index: tuple[Array, Array, Array], wg: Array
 
 
 def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) -> dict[str, Any]:
-    """Shared memory by name. What is loaded comes first."""
+    """Shared memory by name, behind one index that is 0."""
     slabs, value_slabs = key // SLAB, value // SLAB
-    tiles = lambda *shape, dtype=BF16: tiled(*shape, CHUNK, SLAB, dtype=dtype)
-    vector = lambda *shape, dtype=F32: plgpu.SMEM((*shape, SLAB), dtype)
-    loads = dict(q=tiles(slabs), k=tiles(slabs), g=tiles(slabs, dtype=g_dtype), beta=plgpu.SMEM((CHUNK,), F32))
+    tiles = lambda *shape, dtype=BF16: tiled(1, *shape, CHUNK, SLAB, dtype=dtype)
+    vector = lambda *shape, dtype=F32: plgpu.SMEM((1, *shape, SLAB), dtype)
+    barrier = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=1)
+    loads = dict(q=tiles(slabs), k=tiles(slabs), g=tiles(slabs, dtype=g_dtype), beta=vector())
     if bounded:
-        loads["bias"] = plgpu.SMEM((key,), F32)
+        loads["bias"] = plgpu.SMEM((1, key), F32)
     if packed:
-        loads["runs"] = plgpu.SMEM((CHUNK,), jnp.int32)
-    barriers = dict(arrived=plgpu.Barrier(num_arrivals=3 * slabs + 1 + bounded + packed),
-                    values_barrier=plgpu.Barrier(num_arrivals=4 * value_slabs + 2 * slabs * value_slabs), join=plgpu.Barrier(num_arrivals=slabs))
+        loads["runs"] = vector(dtype=jnp.int32)
+    barriers = dict(arrived=barrier(3 * slabs + 1 + bounded + packed), values_barrier=barrier(4 * value_slabs + 2 * slabs * value_slabs),
+                    join=barrier(slabs))
     return loads | barriers | dict(left=tiles(2, value_slabs), d=tiles(value_slabs), v=tiles(value_slabs), tiles=tiles(slabs, 4),
                                    factors=vector(slabs, lanes.FACTORS), totals=vector(slabs, 8), sums=vector(slabs, 3), rows=vector(slabs, 5),
                                    dots=vector(slabs, 5), squares=vector(slabs, 2))

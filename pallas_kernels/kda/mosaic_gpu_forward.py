@@ -48,42 +48,87 @@ def warpgroups(sequences: int, value: int, multiprocessors: int = 132) -> int:
     return 1 if 2 * sequences <= multiprocessors or value // SLAB % 2 else 2
 
 
+def keep_state(r: dict, wg: Array, state: tuple[Array, ...]) -> None:
+    """The state in bfloat16, as the next chunk's products read it; they come after the next `commit_smem`."""
+    for s, rows in enumerate(state):
+        r["state"].at[wg, s][...] = rows.astype(BF16)
+
+
+def copy_state(r: dict, wg: Array, at: tuple[Array, Array, Array], n: Array, inside: Any = True) -> None:
+    """Starts the copies of what `keep_state` wrote as the state of chunk n, if that is one."""
+    if "states_out" in r:
+        b, h, column = at
+
+        @pl.when(inside)
+        def _():
+            for s in range(r["state"].shape[1]):
+                to = r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column]
+                plgpu.copy_smem_to_gmem(r["state"].at[wg, s], to, commit_group=False)
+
+
+def multiply(accumulator: Any, *pairs: tuple[Any, Any]) -> None:
+    """Issues the products of shared memory tiles that are to be added to an accumulator, each a group to wait for."""
+    for a, b in pairs:
+        plgpu.wgmma(accumulator, a, b)
+
+
+def from_values(r: dict, slot: Array, wg: Array, erased: Callable[[], Array], from_column: Any = None) -> None:
+    """D of a chunk, from what its keys erase: left in r["d"], and there for products when this returns."""
+    beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
+    # Selected, not multiplied: v may hold anything at padding, NaN too.
+    there = beta > 0.0 if from_column is None else (beta > 0.0) & (from_column < r["v_in"].shape[-1])
+    values = jnp.where(there, beta * r["v"].at[slot, wg][...].astype(F32), 0.0)
+    return solve(r, wg, values - erased(), r["t"].at[slot])
+
+
+def solve(r: dict, wg: Array, x: Array, t: Any) -> None:
+    """t times x in r["d"], there for products when this returns."""
+    d = r["d"].at[wg]
+    d[...] = x.astype(BF16)
+    plgpu.commit_smem()
+    result = product((t, d))
+    # A warp may be done before its neighbours have read what it writes over.
+    plgpu.commit_smem()
+    d[...] = result.astype(BF16)
+    plgpu.commit_smem()
+
+
 def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """One chunk of one warpgroup: writes its columns of o, returns the state after it (Dk / 64 arrays [64, 64])."""
     b, h, column = at
-    slabs, rows = len(state), pl.ds(n * CHUNK, CHUNK)
-    for s in range(slabs):
-        r["state"].at[wg, s][...] = state[s].astype(BF16)
-    plgpu.commit_smem()
-    if "states_out" in r:
-        for s in range(slabs):
-            plgpu.copy_smem_to_gmem(r["state"].at[wg, s], r["states_out"].at[b, h, n, pl.ds(s * SLAB, SLAB), column])
+    slabs, rows, saves = len(state), pl.ds(n * CHUNK, CHUNK), "d_out" in r
     stage = lambda name, *index: r[name].at[(slot, *index)]
+    with_state = lambda name: [(stage(name, s), r["state"].at[wg, s]) for s in range(slabs)]
     plgpu.barrier_wait(r["arrived"].at[slot])
-    erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
-    # Ordinary reads of a stage come before a commit_smem, which orders them before the copy that overwrites it.
     decay = stage_decay(r, slot, slabs)
-    beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
-    # Selected, not multiplied: v may hold anything at padding, NaN too.
-    values = jnp.where(beta > 0.0, beta * stage("v", wg)[...].astype(F32), 0.0)
-    r["d"].at[wg][...] = (values - erased).astype(BF16)
-    plgpu.commit_smem()
-    d = product((stage("t"), r["d"].at[wg]))
-    # A warp may be done before its neighbours have read what it writes over.
-    plgpu.commit_smem()
-    r["d"].at[wg][...] = d.astype(BF16)
-    plgpu.commit_smem()
-    if "d_out" in r:
-        plgpu.copy_smem_to_gmem(r["d"].at[wg], r["d_out"].at[b, rows, h, column])
-    o = product(*((stage("qg", s), r["state"].at[wg, s]) for s in range(slabs)), (stage("p"), r["d"].at[wg]))
-    # The previous chunk's o must have left its buffer, and this one's state and d theirs before the next chunk.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    r["o"].at[wg][...] = o.astype(BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, rows, h, column])
-    after = [state[s] * down(decay[s]) + product((transposed(stage("kr", s)), r["d"].at[wg])) for s in range(slabs)]
-    plgpu.barrier_arrive(r["consumed"].at[slot])
-    return tuple(after)
+
+    def body(erased, o):
+        multiply(erased, *with_state("kd"))
+        multiply(o, *with_state("qg"))
+        if saves:
+            # The previous chunk's D has left.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        from_values(r, slot, wg, lambda: plgpu.wgmma_accumulator_load(erased, wait_n=slabs))
+        if saves:
+            plgpu.copy_smem_to_gmem(r["d"].at[wg], r["d_out"].at[b, rows, h, column])
+
+        def finish(*after):
+            for s in range(slabs):
+                multiply(after[s], (transposed(stage("kr", s)), r["d"].at[wg]))
+            multiply(o, (stage("p"), r["d"].at[wg]))
+            new = tuple(state[s] * down(decay[s]) + plgpu.wgmma_accumulator_load(after[s], wait_n=1) for s in range(slabs))
+            # The previous chunk's o and this one's state have left.
+            plgpu.wait_smem_to_gmem(int(saves), wait_read_only=True)
+            keep_state(r, wg, new)
+            r["o"].at[wg][...] = o[...].astype(BF16)
+            plgpu.barrier_arrive(r["consumed"].at[slot])
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, rows, h, column], commit_group=False)
+            copy_state(r, wg, at, n + 1, n + 1 < r["kd_in"].shape[2])
+            plgpu.commit_smem_to_gmem_group()
+            return new
+        return pl.run_scoped(finish, *(plgpu.ACC((SLAB, SLAB), F32),) * slabs)
+    return pl.run_scoped(body, plgpu.ACC((CHUNK, SLAB), F32), plgpu.ACC((CHUNK, SLAB), F32))
 
 
 def stage_decay(r: dict, slot: Array, slabs: int) -> list[Array]:
@@ -92,25 +137,25 @@ def stage_decay(r: dict, slot: Array, slabs: int) -> list[Array]:
 
 def _transition_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: Array, at: tuple[Array, Array, Array]) -> tuple[Array, ...]:
     """`_recur_chunk` without its outputs, for columns of the values or, after them, columns without values."""
-    slabs, value = len(state), r["v_in"].shape[-1]
-    for s in range(slabs):
-        r["state"].at[wg, s][...] = state[s].astype(BF16)
-    plgpu.commit_smem()
+    slabs = len(state)
     stage = lambda name, *index: r[name].at[(slot, *index)]
     plgpu.barrier_wait(r["arrived"].at[slot])
-    erased = product(*((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
     decay = stage_decay(r, slot, slabs)
-    beta = down(plgpu.load(r["beta"].at[slot], layout=ROWS, optimized=False))
-    values = jnp.where((beta > 0.0) & (at[2].start < value), beta * stage("v", wg)[...].astype(F32), 0.0)
-    r["d"].at[wg][...] = (values - erased).astype(BF16)
-    plgpu.commit_smem()
-    d = product((stage("t"), r["d"].at[wg]))
-    plgpu.commit_smem()
-    r["d"].at[wg][...] = d.astype(BF16)
-    plgpu.commit_smem()
-    after = [state[s] * down(decay[s]) + product((transposed(stage("kr", s)), r["d"].at[wg])) for s in range(slabs)]
+
+    def body(erased):
+        multiply(erased, *((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
+        from_values(r, slot, wg, lambda: erased[...], at[2].start)
+
+        def finish(*after):
+            for s in range(slabs):
+                multiply(after[s], (transposed(stage("kr", s)), r["d"].at[wg]))
+            return tuple(state[s] * down(decay[s]) + after[s][...] for s in range(slabs))
+        return pl.run_scoped(finish, *(plgpu.ACC((SLAB, SLAB), F32),) * slabs)
+    new = pl.run_scoped(body, plgpu.ACC((CHUNK, SLAB), F32))
+    keep_state(r, wg, new)
     plgpu.barrier_arrive(r["consumed"].at[slot])
-    return tuple(after)
+    plgpu.commit_smem()
+    return new
 
 
 def _fetch(r: dict, slot: Any, n: Any, b: Array, h: Array, column: Array, slabs: int, groups: int) -> None:
@@ -131,7 +176,7 @@ def _fetch(r: dict, slot: Any, n: Any, b: Array, h: Array, column: Array, slabs:
 
 
 def _serial_body(chunk: Callable, reverse: bool, names: tuple[str, ...], key: int, groups: int, chunks: int, *refs: Any) -> None:
-    """Carries a state through the chunks of one head: `groups` warpgroups compute, one fetches."""
+    """Carries a state through the chunks of one head: `groups` warpgroups compute, one fetches. A chunk finds its state in r["state"] and leaves the next."""
     r = dict(zip(names, refs))
     slabs = key // SLAB
     b, h, tile, wg = (lax.axis_index(name) for name in ("b", "h", "tile", "wg"))
@@ -143,6 +188,10 @@ def _serial_body(chunk: Callable, reverse: bool, names: tuple[str, ...], key: in
             plgpu.set_max_registers(232, action="increase")
         column = pl.ds(first_column + wg * SLAB, SLAB)
         state = tuple(plgpu.load(r["initial_in"].at[b, h, pl.ds(s * SLAB, SLAB), column], layout=WGMMA, optimized=False) for s in range(slabs))
+        keep_state(r, wg, state)
+        plgpu.commit_smem()
+        copy_state(r, wg, (b, h, column), number(0))
+        plgpu.commit_smem_to_gmem_group()
         step = lambda n, state: chunk(r, lax.rem(n, STAGES), wg, state, number(n), (b, h, column))
         state = lax.fori_loop(0, chunks, step, state)
         for s in range(slabs):

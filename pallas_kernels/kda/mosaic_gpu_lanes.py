@@ -100,8 +100,20 @@ def in_this_turn(x: Array, *, interpret: bool) -> Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())))
     def again(_, x):
         i32 = ir.IntegerType.get_signless(32)
-        value = utils.inline_ptx("mov.b32 $0, $1;", x.registers.item(), result_types=i32, has_side_effects=True)
+        value = utils.inline_ptx("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", x.registers.item(), result_types=i32, has_side_effects=True, convergent=True)
         return FragmentedArray.splat(value, (), is_signed=True)
+    return again(x)
+
+
+def anew(x: Array, *, interpret: bool) -> Array:
+    """x [64, 64] as if the compiler had not seen it before: what is computed from it is not what was computed from it earlier."""
+    if interpret:
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=_MATRIX)
+    def again(_, x):
+        one = lambda value: utils.inline_ptx("mov.b32 $0, $1;", value, result_types=ir.F32Type.get(), has_side_effects=True)
+        return _array([[[one(value) for value in half] for half in eight] for eight in _values(x)], x)
     return again(x)
 
 
@@ -121,44 +133,41 @@ def reciprocal(x: Array, *, interpret: bool) -> Array:
 
 
 def tile_sums(x: Array, *, interpret: bool) -> Array:
-    """Running sums over the rows of each tile, float32 [64, 64] -> the same."""
+    """Running sums over the rows of each tile, float32 [64, 64] -> the same, with every term to 2^-17 of itself."""
     if interpret:
         return jnp.cumsum(x.reshape(-1, TILE, x.shape[1]), axis=1).reshape(x.shape)
-    shift = lambda value, by: f"shfl.sync.up.b32 t|p, {value}, {by}, 0, -1; @p add.f32 {value}, {value}, t;"
-    steps = " ".join(shift(value, by) for by in (4, 8, 16) for value in ("a", "b"))
-    ptx = f"{{ .reg .pred p; .reg .f32 t, a, b; mov.f32 a, $2; mov.f32 b, $3; {steps} shfl.sync.idx.b32 t, a, $4, 31, -1; add.f32 b, b, t; " \
-          "mov.f32 $0, a; mov.f32 $1, b; }"
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=_MATRIX)
     def scan(_, x):
-        f32, last = ir.F32Type.get(), arith.ori(_lane(), _i32(28))
-        values = _values(x)
-        for eight in range(_EIGHTS):
-            for one in range(2):
-                sums = utils.inline_ptx(ptx, values[eight][0][one], values[eight][1][one], last, result_types=(f32, f32), convergent=True)
-                values[eight][0][one], values[eight][1][one] = sums
-        return _array(values, x)
+        return _array(_times_ones(_values(x), later=False), x)
     return scan(x)
+
+
+def _times_ones(x: list, *, later: bool) -> list:
+    """A tile's sums over each row and those before it, or after it if `later`: a product with a triangle of ones.
+
+    It has half as many instructions as a scan by shuffles, and none that waits for another of its own.
+    """
+    rows, columns = _positions()
+    one = lambda row, column: arith.select(arith.cmpi(arith.CmpIPredicate.ule, *((row, column) if later else (column, row))), _f32(1.0), _f32(0.0))
+    pack = lambda pair: utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=ir.IntegerType.get_signless(32))
+    ones = [pack([one(row, column) for column in columns[eight]]) for eight in range(2) for row in rows]
+    result = []
+    for eight in x:
+        (high,), (low,) = _right_operand([eight])
+        sums = _mma(_mma([_f32(0.0)] * 4, ones, low), ones, high)
+        result.append([[sums[0], sums[1]], [sums[2], sums[3]]])
+    return result
 
 
 def suffix_sums(x: Array, totals: Any, *, interpret: bool) -> Array:
     """Sums over each row and those after it, float32 [64, 64] -> the same. totals: scratch [4, 64], free for others' use after the next `commit_smem`."""
     if interpret:
         return jnp.cumsum(x[::-1], axis=0)[::-1]
-    shift = lambda value, by: f"shfl.sync.down.b32 t|p, {value}, {by}, 31, -1; @p add.f32 {value}, {value}, t;"
-    steps = " ".join(shift(value, by) for by in (4, 8, 16) for value in ("a", "b"))
-    ptx = f"{{ .reg .pred p; .reg .f32 t, a, b; mov.f32 a, $2; mov.f32 b, $3; {steps} shfl.sync.idx.b32 t, b, $4, 31, -1; add.f32 a, a, t; " \
-          "mov.f32 $0, a; mov.f32 $1, b; }"
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType()), return_type=_MATRIX)
     def scan(_, x, totals):
-        f32, lane, warp = ir.F32Type.get(), _lane(), _warp()
-        values = _values(x)
-        for eight in range(_EIGHTS):
-            for one in range(2):
-                sums = utils.inline_ptx(ptx, values[eight][0][one], values[eight][1][one], arith.andi(lane, _i32(3)), result_types=(f32, f32),
-                                        convergent=True)
-                values[eight][0][one], values[eight][1][one] = sums
+        lane, warp, values = _lane(), _warp(), _times_ones(_values(x), later=True)
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, _i32(4))):
             _store_row(totals, warp, [eight[0] for eight in values])
         utils.warpgroup_barrier()
@@ -316,53 +325,59 @@ def score_gradients(sums: tuple[Array, Array, Array], dp: Any, da: Any, reads: A
     def add(_, dq, row, dk, dp, da, reads, erasers, writes, table):
         warp, results = _warp(), [_values(x) for x in (dq, row, dk)]
         for distance in range(4):
-            def rows(distance=distance):
-                """Tile `distance` before this warp's, as columns."""
+            def of_rows(distance=distance):
+                """This warp's rows with the columns of the tile `distance` before."""
                 tile = arith.subi(warp, _i32(distance))
                 lefts = [_fragments(x, warp, tile, turned=False) for x in (dp, da)]
-                rights = [x for column in range(4) for x in _shared_operand(writes, tile, column)]
-                return [[_mma([_f32(0.0)] * 4, left, right) for right in rights] for left in lefts], tile
 
-            def columns(distance=distance):
-                """Tile `distance` after this warp's, as rows."""
+                def products(column, start):
+                    rights = _shared_operand(writes, tile, column)
+                    return [[_mma(start(i, 2 * column + j), left, right) for j, right in enumerate(rights)] for i, left in enumerate(lefts)]
+                return products, tile
+
+            def of_columns(distance=distance):
+                """This warp's columns with the rows of the tile `distance` after."""
                 tile = arith.addi(warp, _i32(distance))
                 lefts = [[x[i] for i in (0, 2, 1, 3)] for x in (_fragments(x, tile, warp, turned=True) for x in (dp, da))]
-                of_reads, of_erasers = ([x for column in range(4) for x in _shared_operand(ref, tile, column)] for ref in (reads, erasers))
-                return [[_mma(_mma([_f32(0.0)] * 4, lefts[0], a), lefts[1], b) for a, b in zip(of_reads, of_erasers)]], warp
+
+                def products(column, start):
+                    rights = zip(*(_shared_operand(ref, tile, column) for ref in (reads, erasers)))
+                    return [[_mma(_mma(start(0, 2 * column + j), lefts[0], a), lefts[1], b) for j, (a, b) in enumerate(rights)]]
+                return products, warp
 
             there = (arith.cmpi(arith.CmpIPredicate.uge, warp, _i32(distance)), arith.cmpi(arith.CmpIPredicate.ult, warp, _i32(4 - distance)))
-            results[:2] = _when(there[0], rows, results[:2], table, distance)
-            results[2:] = _when(there[1], columns, results[2:], table, distance)
+            results[:2] = _add_where(there[0], of_rows, results[:2], table, distance)
+            results[2:] = _add_where(there[1], of_columns, results[2:], table, distance)
         return tuple(_array(x, dq) for x in results)
     return add(*sums, dp, da, reads, erasers, writes, table)
 
 
-def _when(condition: ir.Value, products: Callable, sums: list, table: ir.Value, distance: int) -> list:
-    """`sums` plus, where the condition holds for this warp, products() times what lies between a tile and the one `distance` after it."""
-    flat = [one for x in sums for eight in x for half in eight for one in half]
+def _add_where(condition: ir.Value, terms: Callable, sums: list, table: ir.Value, distance: int) -> list:
+    """`sums` plus, where the condition holds for this warp, the products of terms() times what lies between a tile and the one `distance` after it."""
     if distance == 0:
-        added = _weighted(*products(), sums, table, distance)
-        return _unflatten(added, len(sums))
+        return _unflatten(_added(terms, sums, table, distance), len(sums))
+    flat = [one for x in sums for eight in x for half in eight for one in half]
     branch = scf.IfOp(condition, [one.type for one in flat], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        scf.yield_(_weighted(*products(), sums, table, distance))
+        scf.yield_(_added(terms, sums, table, distance))
     with ir.InsertionPoint(branch.else_block):
         scf.yield_(flat)
     return _unflatten(list(branch.results), len(sums))
 
 
-def _weighted(products: list, tile: ir.Value, sums: list, table: ir.Value, distance: int) -> list[ir.Value]:
-    """sums + products * factor, as a flat list."""
+def _added(terms: Callable, sums: list, table: ir.Value, distance: int) -> list[ir.Value]:
+    """sums + products * factor as a flat list, 16 columns at a time."""
+    products, tile = terms()
     factors = _row(table, arith.addi(tile, _i32(BETWEEN + 4 * distance))) if distance else None
-    result = []
-    for x, terms in zip(sums, products):
-        for eight in range(_EIGHTS):
-            for half in range(2):
-                for one in range(2):
-                    term = terms[eight][2 * half + one]
-                    term = term if factors is None else mulf(term, _element(factors[eight], one))
-                    result.append(addf(x[eight][half][one], term))
-    return result
+    start = lambda i, eight: [_f32(0.0)] * 4 if distance else [one for half in sums[i][eight] for one in half]
+    results = [[] for _ in sums]
+    for column in range(CHUNK // TILE):
+        for i, pair in enumerate(products(column, start)):
+            for eight, term in zip((2 * column, 2 * column + 1), pair):
+                if distance:
+                    term = [addf(sums[i][eight][j // 2][j % 2], mulf(term[j], _element(factors[eight], j % 2))) for j in range(4)]
+                results[i] += term
+    return [one for x in results for one in x]
 
 
 def _unflatten(flat: list[ir.Value], count: int) -> list:

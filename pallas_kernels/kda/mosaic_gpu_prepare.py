@@ -43,12 +43,12 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     right_factor,
     row_of,
     row_scales,
+    same_document,
     scaled,
     split,
     store_squares,
     tiled,
     transposed,
-    visible,
 )
 
 MULTIPROCESSORS = 132
@@ -151,17 +151,15 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     beta = beta_rows(r)
     _factors(config, r, m, index, wg, beta)
     join(r, slabs)
-    ordered = lambda strictly: visible(r, iota(0) - strictly >= iota(1))
+    scores = lambda name, strictly: _scores(r, r[name], strictly)
     if slabs == 1:
-        p, a = (_scores(r, r[name], slabs) for name in ("q", "left"))
-        p, a = kept(ordered(0), p), kept(ordered(1), a) * down(beta)
+        p, a = scores("q", 0), scores("left", 1) * down(beta)
         plgpu.commit_smem()
         fetch_next()
         _store_p(r, index, p)
         _store_t(config, r, index, a)
         return
-    found = lax.cond(wg == 0, lambda: kept(ordered(0), _scores(r, r["q"], slabs)),
-                     lambda: kept(ordered(1), _scores(r, r["left"], slabs)) * down(beta))
+    found = lax.cond(wg == 0, lambda: scores("q", 0), lambda: scores("left", 1) * down(beta))
     # All products have read their operands: the next chunk may come, P and T may take other operands' places.
     plgpu.commit_smem()
     join(r, slabs)
@@ -209,13 +207,13 @@ def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array
     plgpu.commit_smem()
 
 
-def _scores(r: dict, left: Any, slabs: int) -> Array:
-    """Products of a left factor with the right factors of every distance, float32 [64, 64]; above the diagonal tiles: nothing of use."""
-    apart, result = iota(0) // TILE - iota(1) // TILE, None
+def _scores(r: dict, left: Any, strictly: int) -> Array:
+    """Scores of rows with the columns up to their own, or before it if `strictly`, float32 [64, 64], from factors for every distance of tiles."""
+    slabs, apart, result = r["k"].shape[0], iota(0) // TILE - iota(1) // TILE, None
     for distance, right in enumerate(("right0", "right1", "right2", "k")):
-        pairs = [(left.at[s], transposed(r[right].at[s])) for s in range(slabs)]
-        result = product(*pairs) if result is None else jnp.where(apart == distance, product(*pairs), result)
-    return result
+        found = product(*((left.at[s], transposed(r[right].at[s])) for s in range(slabs)))
+        result = found if result is None else jnp.where(apart == distance, found, result)
+    return same_document(r, jnp.where(iota(0) - strictly >= iota(1), result, 0.0))
 
 
 def _store_p(r: dict, index: tuple[Array, Array, Array], p: Array) -> None:

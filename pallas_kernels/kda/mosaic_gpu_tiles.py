@@ -209,12 +209,12 @@ def beta_rows(refs: dict) -> Array:
     return jnp.maximum(plgpu.load(refs["beta"], layout=ROWS, optimized=False), 0.0)
 
 
-def visible(refs: dict, ordered: Array) -> Array:
-    """`ordered`, a bool [64, 64], where row and column are in one document."""
+def same_document(refs: dict, scores: Array) -> Array:
+    """Scores [64, 64], zero where row and column are in two documents."""
     if "runs" not in refs:
-        return ordered
+        return scores
     runs = [plgpu.load(refs["runs"], layout=layout, optimized=False) for layout in (ROWS, COLUMNS)]
-    return ordered & (down(runs[0]) == across(runs[1]))
+    return jnp.where(down(runs[0]) == across(runs[1]), scores, 0.0)
 
 
 def join(refs: dict, groups: int) -> None:
