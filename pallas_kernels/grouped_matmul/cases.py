@@ -8,6 +8,7 @@ CASES = {  # rows, K, N, group sizes
     "uneven, empty inside, dead tail": (304, 128, 256, [7, 0, 150, 1, 64]),
     "first and last empty": (304, 64, 192, [0, 0, 131, 169, 0]),
     "every remainder of 8": (288, 64, 128, [1, 10, 19, 28, 37, 46, 55, 64]),
+    "every tail of a step": (264, 64, 128, [72, 30, 101, 60]),
     "around 64": (256, 128, 64, [63, 64, 65, 1, 63]),
     "around 128": (520, 64, 128, [127, 128, 129, 2]),
     "around 256": (784, 64, 64, [255, 256, 257]),

@@ -52,8 +52,9 @@ def strip_columns(dtype: Any) -> int:
     return 128 // jnp.dtype(dtype).itemsize
 
 
-def stage_strips(result: Any, mine: Any, store: Any, room: Any = None) -> None:
-    """Stages result [rows, cols] strip by strip in mine [slots, rows, strip] and calls store(staged strip, first column) for each.
+def strip_stores(result: Any, mine: Any, store: Any, room: Any = None) -> list[Any]:
+    """A function for each strip of result [rows, cols], to be called in order: it stages the strip in mine [slots, rows, strip] and calls
+    store(staged strip, first column).
 
     `store` must commit exactly one group of copies. A slot is written again when the copies out of it have been read. room: how many of the columns
     there are in the result's array, None for all. Strips past those must not be left to the copy engine to drop: where the array is as wide as
@@ -61,40 +62,45 @@ def stage_strips(result: Any, mine: Any, store: Any, room: Any = None) -> None:
     """
     slots, _, width = mine.shape
     strips = result.shape[1] // width
-    for s in range(strips):
-        def one_strip(s=s):
-            # The last result's last strip may have used the slot that this one starts with.
-            plgpu.wait_smem_to_gmem(0 if s == 0 and strips % slots else slots - 1, wait_read_only=True)
-            mine[s % slots] = result[:, s * width:(s + 1) * width].astype(mine.dtype)
-            plgpu.commit_smem()
-            store(mine.at[s % slots], s * width)
-        if room is None:
-            one_strip()
-        else:
-            pl.when(s * width < room)(one_strip)
-            # Then fewer groups are in flight than the next result counts on.
-            pl.when(s * width >= room)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+    def one_strip(s):
+        # The last result's last strip may have used the slot that this one starts with.
+        plgpu.wait_smem_to_gmem(0 if s == 0 and strips % slots else slots - 1, wait_read_only=True)
+        mine[s % slots] = result[:, s * width:(s + 1) * width].astype(mine.dtype)
+        plgpu.commit_smem()
+        store(mine.at[s % slots], s * width)
+
+    def strip_with_room(s):
+        pl.when(s * width < room)(lambda: one_strip(s))
+        # Then fewer groups are in flight than the next result counts on.
+        pl.when(s * width >= room)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    return [functools.partial(one_strip if room is None else strip_with_room, s) for s in range(strips)]
 
 
 def columns_left(out: Any, tiles: Tiles, column: Any) -> Any:
-    """`room` of `stage_strips` for a result that starts at `column`: None where blocks cover the columns exactly."""
+    """`room` of `strip_stores` for a result that starts at `column`: None where blocks cover the columns exactly."""
     return None if out.shape[-1] % tiles.item_cols == 0 else out.shape[-1] - column
 
 
-def multiply_stages(acc: Any, operands: Any, wait: Any, empty: Any, at: Any, steps: Any, stages: int) -> None:
+def multiply_stages(acc: Any, operands: Any, wait: Any, empty: Any, at: Any, steps: Any, stages: int, meanwhile: Any = ()) -> None:
     """Adds to acc the `steps` products operands(slot) of pipeline stages at, at + 1, ... after wait(step, slot).
 
-    A stage is handed back once the next one's product has been issued, so that the tensor cores always have work queued.
+    A stage is handed back once the next one's product has been issued, so that the tensor cores always have work queued. meanwhile: functions to be
+    called in order, one while each of the first products runs; after the last product what is left of them.
     """
     def one_step(step, _):
         slot = lax.rem(at + step, stages)
         wait(step, slot)
         plgpu.wgmma(acc, *operands(slot))
+        for i, do in enumerate(meanwhile):
+            pl.when(step == i)(do)
         plgpu.wgmma_wait(1)
         pl.when(step > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + step - 1, stages)]))
     lax.fori_loop(0, steps, one_step, None)
     plgpu.wgmma_wait(0)
     pl.when(steps > 0)(lambda: plgpu.barrier_arrive(empty.at[lax.rem(at + steps - 1, stages)]))
+    for i, do in enumerate(meanwhile):
+        pl.when(steps <= i)(do)
 
 
 def await_all_freed(empty: Any, total: Any, stages: int) -> None:

@@ -24,8 +24,8 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     load_pair,
     multiply_stages,
     operand_transforms,
-    stage_strips,
     staging,
+    strip_stores,
 )
 from pallas_kernels.grouped_matmul.schedule import ROW_ALIGNMENT, row_schedule
 from pallas_kernels.grouped_matmul.tiles import RowTiles
@@ -113,8 +113,9 @@ def _body(last, ends, group, row, col, low, high, lhs, rhs, out, *, lhs_smem, rh
             def _():
                 def with_accumulator(acc):
                     multiply_stages(acc, operands, lambda _, slot: plgpu.barrier_wait(full.at[slot]), empty, turn * steps, steps, tiles.stages)
-                    stage_strips(acc[...].astype(out.dtype), mine, lambda strip, at: _store_rows(strip, out, first, out_col + at, begin, end),
-                                 columns_left(out, tiles, out_col))
+                    for store in strip_stores(acc[...].astype(out.dtype), mine, lambda strip, at: _store_rows(strip, out, first, out_col + at, begin, end),
+                                              columns_left(out, tiles, out_col)):
+                        store()
                 pl.run_scoped(with_accumulator, plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32))
 
             @pl.when(end <= begin)

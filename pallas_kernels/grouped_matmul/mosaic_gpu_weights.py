@@ -4,6 +4,9 @@ Contraction runs over rows in blocks that start at the group's start, rounded do
 left one transposed from shared memory. Rows of other groups in the first and last block may hold NaN, so they are zeroed in both operands: by the memory
 warpgroup in shared memory, `lag` steps behind its loads and ahead of the compute warpgroups. Blocks in the middle are left alone. (A fourth
 warpgroup for that would leave the others 128 registers a thread, too few for a 64 x 256 accumulator.)
+
+Groups are short, so an item is a few steps only. A 16-bit result therefore stays in registers (64 beside the accumulator's 128) and is stored
+strip by strip while the next item's first products run: the tensor cores do not wait for it.
 """
 import functools
 from typing import Any, NamedTuple
@@ -24,8 +27,8 @@ from pallas_kernels.grouped_matmul.mosaic_gpu_parts import (
     load_pair,
     multiply_stages,
     operand_transforms,
-    stage_strips,
     staging,
+    strip_stores,
 )
 from pallas_kernels.grouped_matmul.schedule import ROW_ALIGNMENT, group_schedule
 from pallas_kernels.grouped_matmul.tiles import WeightTiles
@@ -33,7 +36,8 @@ from pallas_kernels.grouped_matmul.tiles import WeightTiles
 MEMORY_REGISTERS, COMPUTE_REGISTERS = 72, 216
 """Registers a thread: 128 * (72 + 2 * 216) = 64,512 of the multiprocessor's 65,536. The memory warpgroup's are for masking."""
 
-MASK_COLUMNS = 64
+MASK_ROWS = 32
+"""Rows that are masked at a time: four of the tiles of 8 rows in which operands lie, one for each warp."""
 
 
 class Item(NamedTuple):
@@ -58,12 +62,14 @@ def weights_matmul(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_
     (rows, k), n, groups = lhs.shape, dout.shape[1], group_sizes.shape[0]
     schedule = group_schedule(group_sizes, rows)
     stages, depth, dtype = tiles.stages, tiles.depth, lhs.dtype
+    # The tensor cores contract as many rows of such operands at a time as a row in shared memory has elements, here all of a stage (64 at most).
+    transforms = operand_transforms(depth, dtype)
     return plgpu.kernel(
         functools.partial(_body, tiles=tiles, blocks=sms // tiles.cluster),
         out_type=jax.ShapeDtypeStruct((groups, k, n), out_dtype),
         scratch_types=dict(
-            lhs_smem=plgpu.SMEM((stages, depth, tiles.rows), dtype, transforms=operand_transforms(tiles.rows, dtype)),
-            dout_smem=plgpu.SMEM((stages, depth, tiles.cols), dtype, transforms=operand_transforms(tiles.cols, dtype)),
+            lhs_smem=plgpu.SMEM((stages, depth, tiles.rows), dtype, transforms=transforms),
+            dout_smem=plgpu.SMEM((stages, depth, tiles.cols), dtype, transforms=transforms),
             out_smem=staging(tiles.out_slots, tiles.warpgroup_rows, out_dtype, single_rows=False),
             loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages), masked=plgpu.Barrier(num_arrivals=1, num_barriers=stages),
             empty=freed_barrier(tiles)),
@@ -146,25 +152,40 @@ def _body(group, start, end, lhs, dout, out, *, lhs_smem, dout_smem, out_smem, l
             a = lhs_smem.at[slot, :, pl.ds(row_offset, tiles.warpgroup_rows)].transpose((1, 0))
             return a, dout_smem.at[slot, :, pl.ds(col_offset, tiles.warpgroup_cols)]
 
-        def visit(item, _):
-            to = out.at[item.group]
-            row = pl.multiple_of(item.row + row_offset, tiles.warpgroup_rows)
+        def wait(item, step, slot):
+            plgpu.barrier_wait(loaded.at[slot])
+            edge = is_edge(item.begin - step * tiles.depth, item.stop - step * tiles.depth)
+            pl.when(edge)(lambda: plgpu.barrier_wait(masked.at[slot]))
 
-            def wait(step, slot):
-                plgpu.barrier_wait(loaded.at[slot])
-                edge = is_edge(item.begin - step * tiles.depth, item.stop - step * tiles.depth)
-                pl.when(edge)(lambda: plgpu.barrier_wait(masked.at[slot]))
+        def stores(result, item):
+            to, row = out.at[item.group], pl.multiple_of(item.row + row_offset, tiles.warpgroup_rows)
 
             def store(strip, offset):
                 col = pl.multiple_of(item.col + col_offset + offset, strip.shape[1])
                 plgpu.copy_smem_to_gmem(strip, to.at[pl.ds(row, strip.shape[0]), pl.ds(col, strip.shape[1])])
+            return [functools.partial(pl.when(item.real), do) for do in strip_stores(
+                result, out_smem.at[warpgroup], store, columns_left(out, tiles, item.col + col_offset))]
 
+        def visit(item, before):
+            """before: the result and item whose stores are still to be done, or () where a result is stored at once."""
             def with_accumulator(acc):
-                multiply_stages(acc, operands, wait, empty, item.at, item.steps, tiles.stages)
-                stage_strips(acc[...].astype(out.dtype), out_smem.at[warpgroup], store, columns_left(out, tiles, item.col + col_offset))
-            accumulator = plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32)
-            pl.when(item.real)(lambda: pl.run_scoped(with_accumulator, accumulator))
-        for_each_item(visit, None)
+                multiply_stages(acc, operands, functools.partial(wait, item), empty, item.at, item.steps, tiles.stages, before and stores(*before))
+                return acc[...].astype(out.dtype)
+            now = pl.run_scoped(with_accumulator, accumulator), item
+            if before:
+                return now
+            for store in stores(*now):
+                store()
+            return ()
+
+        accumulator = plgpu.ACC((tiles.warpgroup_rows, tiles.warpgroup_cols), jnp.float32)
+        # Its group is read, so that inside `shard_map` it varies over devices as those of later items do.
+        no_item = Item(jnp.bool(False), group[0], *[jnp.int32(0)] * 7)
+        nothing = plgpu.layout_cast(jnp.zeros(accumulator.shape, out.dtype), plgpu.Layout.WGMMA), no_item
+        # There are not the registers to keep a float32 result.
+        _, last = for_each_item(visit, nothing if jnp.dtype(out.dtype).itemsize == 2 else ())
+        for store in last and stores(*last):
+            store()
         plgpu.wait_smem_to_gmem(0)
 
     lax.cond(warpgroup == COMPUTE_WARPGROUPS, memory, compute)
@@ -178,9 +199,12 @@ def _tile_of(within, row_tiles, col_tiles, band):
 
 
 def _keep_rows(block, begin, stop):
-    """Zeroes rows of block [depth, cols] outside [begin, stop)."""
-    depth, cols = block.shape
-    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (depth, MASK_COLUMNS), 0), plgpu.Layout.WGMMA)
-    for at in range(0, cols, MASK_COLUMNS):
-        part = block.at[:, pl.ds(at, MASK_COLUMNS)]
-        part[...] = jnp.where((row >= begin) & (row < stop), part[...], jnp.zeros((), block.dtype))
+    """Zeroes rows of block [depth, cols] outside [begin, stop); pieces of MASK_ROWS rows that are all inside are not touched."""
+    shape = MASK_ROWS, block.shape[1]
+    layout = plgpu.Layout.SMEM_GMEM_COPY(shape, block.dtype, plgpu.find_swizzle(block.shape[0] * 16))
+    row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), layout)
+    for at in range(0, block.shape[0], MASK_ROWS):
+        def zero(at=at):
+            piece = block.at[pl.ds(at, MASK_ROWS)]
+            piece[...] = jnp.where((row >= begin - at) & (row < stop - at), piece[...], jnp.zeros((), block.dtype))
+        pl.when((begin > at) | (stop < at + MASK_ROWS))(zero)

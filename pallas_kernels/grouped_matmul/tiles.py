@@ -59,12 +59,15 @@ class WeightTiles(Tiles):
     """Of the gradient of rhs: rows x cols of one group's K x N; contraction is over rows of lhs and dout.
 
     lag: how many steps after its loads were issued a step is awaited and masked by the memory warpgroup. The compute warpgroups hold two stages, so
-    it is at most stages - 2: the load that frees a stage must never wait for a mask that comes after it.
+    it is at most stages - 2: the load that frees a stage must never wait for a mask that comes after it. depth: also the grain of a group's rows, a
+    multiple of 32; 32 halves what is multiplied beside the group, but its shared-memory rows are 64 bytes long instead of 128.
     """
     band: int = 8
     lag: int = 2
 
     def __post_init__(self) -> None:
+        if self.depth % 32:
+            raise ValueError(f"depth: got {self.depth}, wanted a multiple of 32")
         if not 1 <= self.lag <= self.stages - 2:
             raise ValueError(f"lag: got {self.lag} with stages={self.stages}, wanted 1 to stages - 2 = {self.stages - 2}")
 
@@ -120,14 +123,14 @@ _ROW_CANDIDATES = (
     RowTiles(stages=3, out_slots=4, band=32),
 )
 _WEIGHT_CANDIDATES = (
-    WeightTiles(band=16),
-    WeightTiles(lag=1),
-    WeightTiles(stages=3, lag=1, out_slots=4),
-    WeightTiles(stages=3, lag=1, out_slots=4, cluster_along="rows", band=4),
-    WeightTiles(stages=3, lag=1, out_slots=4, cluster_along="cols"),
+    WeightTiles(depth=32, stages=8, lag=3),
     WeightTiles(cluster_along="rows", band=4),
+    WeightTiles(depth=32, stages=8, lag=3, cluster_along="rows", band=4),
+    WeightTiles(lag=1),
+    WeightTiles(band=16),
+    WeightTiles(depth=32, stages=8, lag=2),
+    WeightTiles(cluster_along="cols"),
     WeightTiles(rows=256, cols=128, stages=3, lag=1, band=4),
-    WeightTiles(rows=64, split="cols", lag=2),
 )
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import cases, mosaic_gpu, schedule, specs, tiles
+from pallas_kernels.grouped_matmul.mosaic_gpu_weights import weights_matmul
 from pallas_kernels.testing import rms_ratio
 
 FAST = ("uneven, empty inside, dead tail", "around 64", "one row")
@@ -57,6 +58,35 @@ def test_values_and_gradients(case):
 
 def test_nan_stays_in_its_group():
     check((152, 64, 64, [20, 0, 61, 60]), poisoned=2)
+
+
+def check_weights(case, choice, out_dtype="bfloat16", poisoned=None):
+    """The gradient of rhs alone."""
+    (lhs, _, sizes, dout), (_, _, want) = cases.inputs(*case, poisoned=poisoned)
+    got = np.asarray(weights_matmul(lhs, dout, sizes, jnp.dtype(out_dtype), choice, sms=2, interpret=SMALL.interpret)).astype(np.float64)
+    assert not gpu_callbacks.get_races().races_found
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    assert rms_ratio(np.nan_to_num(got), np.nan_to_num(want)) < BOUNDS[out_dtype]
+
+
+SHALLOW = tiles.WeightTiles(depth=32, stages=8, lag=3)
+
+
+@pytest.mark.parametrize("choice", [SMALL.drhs, SHALLOW], ids=["64 deep", "32 deep"])
+@pytest.mark.parametrize("poisoned", [None, 0, 1, 2, 3])
+def test_groups_that_end_in_each_16_rows_of_a_step(choice, poisoned):
+    rows, k, n, sizes = cases.CASES["every tail of a step"]
+    ends = np.cumsum(sizes)
+    stops = ends - (ends - sizes) // 8 * 8
+    np.testing.assert_array_equal((stops - 1) % 64 // 16, [0, 1, 2, 3])
+    check_weights((rows, k, n, sizes), choice, poisoned=poisoned)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [tiles.WeightTiles(), SHALLOW], ids=["64 deep", "32 deep"])
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_results_of_more_strips_than_steps(choice, out_dtype):
+    check_weights((392, 64, 320, [7, 0, 150, 1, 64, 0, 170]), choice, out_dtype)
 
 
 @pytest.mark.slow
@@ -147,6 +177,11 @@ def test_a_table_entry_goes_before_the_rule(monkeypatch):
     assert tiles.choose_tiles("NVIDIA H200", "forward", **shape) == entry
     assert tiles.choose_tiles("NVIDIA H200", "dlhs", **shape) != entry
     assert tiles.choose_tiles("NVIDIA H200", "forward", **shape | dict(rows=131072)) != entry
+
+
+def test_steps_are_of_whole_masks():
+    with pytest.raises(ValueError, match="depth: got 48, wanted a multiple of 32"):
+        tiles.WeightTiles(depth=48)
 
 
 def test_a_mask_that_a_load_would_wait_for_is_refused():
