@@ -1,6 +1,6 @@
 """Checks KDA's Mosaic GPU kernels on this Hopper GPU, then times them. Prints every result as it comes and rewrites the JSON after each.
 
-    longmoe bench kda [--out kda_gpu.json] [--shapes 1,8192,96 8,2048,32] [--no-train] [--no-xla] [--anchor SCRIPT ...]
+    longmoe bench kda [--out kda_gpu.json] [--shapes 1,8192,96 8,2048,32] [--no-train] [--no-xla] [--no-parts] [--anchor SCRIPT ...]
 
 K = V = 128, bfloat16, raw bounded gates, logits of beta and unnormalised q, k: the whole operator. A part that fails is recorded with its error
 and the rest goes on. --anchor: scripts that print one JSON line for each `B,T,H` argument, run in the same command after our own.
@@ -48,14 +48,15 @@ def call(implementation, narrow=WIDE, **keywords):
     return run
 
 
-def accuracy(shape, keywords, change, narrow=WIDE):
-    """RMS ratio of every output and gradient against the float64 recurrence at the rounded inputs."""
+def accuracy(shape, keywords, change, narrow=WIDE, implementations=("mosaic_gpu", "xla")):
+    """RMS ratio of every output and gradient against the float64 recurrence at the rounded inputs, which runs on the CPU."""
     x = change(raw_inputs(shape))
     draw = np.random.default_rng(9)
     cotangents = tuple(np.asarray(jnp.asarray(draw.normal(size=x[n].shape), d), np.float32) for n, d in (("v", jnp.bfloat16), ("initial_state", jnp.float32)))
-    want = outputs_and_gradients(call("reference", **keywords), x, cotangents, jnp.float64)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = outputs_and_gradients(call("reference", **keywords), x, cotangents, jnp.float64)
     result = {}
-    for name in ("mosaic_gpu", "xla"):
+    for name in implementations:
         got = outputs_and_gradients(call(name, narrow, **keywords), x, cotangents)
         again = outputs_and_gradients(call(name, narrow, **keywords), x, cotangents) if name == "mosaic_gpu" else got
         ratios = {n: rms_ratio(got[0][i], want[0][i]) for i, n in enumerate(("o", "state"))} | {f"d {n}": rms_ratio(got[1][n], want[1][n]) for n in want[1]}
@@ -75,6 +76,11 @@ def log_decays(x):
     case = specs.inputs(specs.Shape(*x["q"].shape, x["v"].shape[-1]), "strong_then_weak")
     x = x | dict(g=case["g"], beta=case["beta"])
     return {n: a for n, a in x.items() if n not in ("a_log", "dt_bias")}
+
+
+def slow_decay(x):
+    """So slow that a state is still there after a thousand tokens."""
+    return x | dict(g=x["g"] - 6)
 
 
 def prefixes():
@@ -111,7 +117,7 @@ def device_inputs(batch, tokens, heads, width=128):
                 a_log=0.1 * jax.random.normal(keys[6], (heads,)), dt_bias=0.1 * jax.random.normal(keys[7], (heads, width))), new(5, *wide)
 
 
-def timed_parts(x, do, implementation, train):
+def timed_parts(x, do, implementation, train, parts=True):
     """Name -> function to time, over jitted callables with their arguments bound."""
     forward = jax.jit(lambda x: call(implementation, **WHOLE)(**x))
     yield "forward_ms", forward, (x,)
@@ -119,7 +125,7 @@ def timed_parts(x, do, implementation, train):
         both = lambda residuals: jax.jit(lambda x, do: jax.vjp(lambda x: call(implementation, residuals=residuals, **WHOLE)(**x)[0], x)[1](do))
         yield "train_ms", both("recompute"), (x, do)
         yield "train_saving_ms", both("save"), (x, do)
-    if implementation == "mosaic_gpu":
+    if implementation == "mosaic_gpu" and parts:
         yield from kernel_parts(x, do, train)
 
 
@@ -228,23 +234,27 @@ def main(arguments=None):
     parser.add_argument("--no-train", action="store_true")
     parser.add_argument("--no-accuracy", action="store_true")
     parser.add_argument("--xla", action=argparse.BooleanOptionalAction, default=True, help="time the portable path too")
+    parser.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="time every kernel by itself too")
     parser.add_argument("--anchor", nargs="*", default=[])
     options = parser.parse_args(arguments)
     report = Report(options.out, arguments)
     print(json.dumps(report.head), flush=True)
+    implementations = ("mosaic_gpu", *(("xla",) if options.xla else ()))
     if not options.no_accuracy:
-        shape = specs.Shape(2, 500, 2, 128, 128)
-        report.add("accuracy: everything inside", lambda: accuracy(shape, WHOLE, lambda x: x))
-        report.add("accuracy: packed, Dv 64", lambda: accuracy(shape._replace(value=64), WHOLE, packed))
-        report.add("accuracy: log decays, Dk 64", lambda: accuracy(shape._replace(key=64), dict(lower_bound=-5.0), log_decays, WIDE[:3]))
+        shape, check = specs.Shape(2, 500, 2, 128, 128), partial(accuracy, implementations=implementations)
+        report.add("accuracy: everything inside", lambda: check(shape, WHOLE, lambda x: x))
+        report.add("accuracy: packed, Dv 64", lambda: check(shape._replace(value=64), WHOLE, packed))
+        report.add("accuracy: log decays, Dk 64", lambda: check(shape._replace(key=64), dict(lower_bound=-5.0), log_decays, WIDE[:3]))
+        long = specs.Shape(1, 64 * 64, 1, 128, 128)
+        report.add("accuracy: one long head in parts", lambda: check(long, WHOLE, slow_decay))
         report.add("prefixes keep every bit", prefixes)
         report.add("accuracy: decoding", decode_accuracy)
-    for implementation in ("mosaic_gpu", *(("xla",) if options.xla else ())):
+    for implementation in implementations:
         report.add(f"{implementation} decoding {DECODE.batch} x {DECODE.heads}", partial(decode_times, implementation))
     for text in options.shapes:
-        for implementation in ("mosaic_gpu", *(("xla",) if options.xla else ())):
+        for implementation in implementations:
             try:
-                parts = timed_parts(*device_inputs(*map(int, text.split(","))), implementation, not options.no_train)
+                parts = timed_parts(*device_inputs(*map(int, text.split(","))), implementation, not options.no_train, options.parts)
                 for name, function, values in parts:
                     report.add(f"{implementation} {text} {name}", partial(time_ms, function, *values))
             except Exception as error:
