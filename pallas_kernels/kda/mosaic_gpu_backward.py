@@ -22,13 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
-from pallas_kernels.kda.chunk import CHUNK, TILE
+from pallas_kernels.kda import mosaic_gpu_warps as warps
+from pallas_kernels.kda.chunk import CHUNK
 from pallas_kernels.kda.mosaic_gpu_forward import Kept, chain, copy_state, cut, joined, keep_state, multiply, serial, solve, stage_decay
 from pallas_kernels.kda.mosaic_gpu_prepare import MULTIPROCESSORS, Prepared, prepare
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
     F32,
-    LOG2E,
     PARAMS,
     ROWS,
     SLAB,
@@ -68,7 +68,6 @@ def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n:
     slabs, saves = len(state), "w_out" in r
     stage = lambda name, *index: r[name].at[(slot, *index)]
     plgpu.barrier_wait(r["arrived"].at[slot])
-    decay = stage_decay(r, slot, slabs)
 
     def body(dd, *before):
         multiply(dd, (transposed(stage("p")), stage("v", wg)), *((stage("kr", s), r["state"].at[wg, s]) for s in range(slabs)))
@@ -82,13 +81,14 @@ def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n:
             plgpu.copy_smem_to_gmem(r["d"].at[wg], r["w_out"].at[b, pl.ds(n * CHUNK, CHUNK), h, column])
         for s in range(slabs):
             multiply(before[s], (transposed(stage("kd", s)), r["d"].at[wg]))
+        decay = stage_decay(r, slot, slabs)
         return tuple(state[s] * down(decay[s]) + before[s][...] for s in range(slabs))
     new = pl.run_scoped(body, plgpu.ACC((CHUNK, SLAB), F32), *(plgpu.ACC((SLAB, SLAB), F32),) * slabs)
     # This chunk's state has left.
     plgpu.wait_smem_to_gmem(int(saves), wait_read_only=True)
     keep_state(r, wg, new)
-    plgpu.barrier_arrive(r["consumed"].at[slot])
     plgpu.commit_smem()
+    plgpu.barrier_arrive(r["consumed"].at[slot])
     copy_state(r, wg, at, n - 1, n > 0)
     plgpu.commit_smem_to_gmem_group()
     return new
@@ -191,7 +191,7 @@ def _score_terms(r: dict, config: Config, sums: Array, wg: Array, q: Array, k: A
     plgpu.commit_smem()
     join(r, r["k"].shape[0])
     dp, da = (r["left"].at[i, 0] for i in range(2))
-    dq, row, dk = lanes.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=interpret)
+    dq, row, dk = warps.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=interpret)
     # Made once more: kept, these two would take a third of the registers meanwhile.
     sums = lanes.anew(sums, interpret=interpret)
     left = left_factor(sums)
@@ -252,7 +252,7 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
 
 def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array, fetch_values: Any) -> None:
     slabs, value_slabs = r["k"].shape[0], r["d"].shape[0]
-    interpret, scale = config.interpret is not None, config.scale
+    interpret = config.interpret is not None
     if config.bound is not None:
         r = r | dict(rate=r["rate_in"][index[1]])
     plgpu.barrier_wait(r["arrived"])

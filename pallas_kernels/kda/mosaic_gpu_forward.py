@@ -100,7 +100,6 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
     stage = lambda name, *index: r[name].at[(slot, *index)]
     with_state = lambda name: [(stage(name, s), r["state"].at[wg, s]) for s in range(slabs)]
     plgpu.barrier_wait(r["arrived"].at[slot])
-    decay = stage_decay(r, slot, slabs)
 
     def body(erased, o):
         multiply(erased, *with_state("kd"))
@@ -116,13 +115,14 @@ def _recur_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n: A
             for s in range(slabs):
                 multiply(after[s], (transposed(stage("kr", s)), r["d"].at[wg]))
             multiply(o, (stage("p"), r["d"].at[wg]))
+            decay = stage_decay(r, slot, slabs)
             new = tuple(state[s] * down(decay[s]) + plgpu.wgmma_accumulator_load(after[s], wait_n=1) for s in range(slabs))
             # The previous chunk's o and this one's state have left.
             plgpu.wait_smem_to_gmem(int(saves), wait_read_only=True)
             keep_state(r, wg, new)
             r["o"].at[wg][...] = o[...].astype(BF16)
-            plgpu.barrier_arrive(r["consumed"].at[slot])
             plgpu.commit_smem()
+            plgpu.barrier_arrive(r["consumed"].at[slot])
             plgpu.copy_smem_to_gmem(r["o"].at[wg], r["o_out"].at[b, rows, h, column], commit_group=False)
             copy_state(r, wg, at, n + 1, n + 1 < r["kd_in"].shape[2])
             plgpu.commit_smem_to_gmem_group()
@@ -140,7 +140,6 @@ def _transition_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...],
     slabs = len(state)
     stage = lambda name, *index: r[name].at[(slot, *index)]
     plgpu.barrier_wait(r["arrived"].at[slot])
-    decay = stage_decay(r, slot, slabs)
 
     def body(erased):
         multiply(erased, *((stage("kd", s), r["state"].at[wg, s]) for s in range(slabs)))
@@ -149,12 +148,13 @@ def _transition_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...],
         def finish(*after):
             for s in range(slabs):
                 multiply(after[s], (transposed(stage("kr", s)), r["d"].at[wg]))
+            decay = stage_decay(r, slot, slabs)
             return tuple(state[s] * down(decay[s]) + after[s][...] for s in range(slabs))
         return pl.run_scoped(finish, *(plgpu.ACC((SLAB, SLAB), F32),) * slabs)
     new = pl.run_scoped(body, plgpu.ACC((CHUNK, SLAB), F32))
     keep_state(r, wg, new)
-    plgpu.barrier_arrive(r["consumed"].at[slot])
     plgpu.commit_smem()
+    plgpu.barrier_arrive(r["consumed"].at[slot])
     return new
 
 

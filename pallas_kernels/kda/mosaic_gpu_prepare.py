@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
+from pallas_kernels.kda import mosaic_gpu_warps as warps
 from pallas_kernels.kda.chunk import CHUNK, TILE
 from pallas_kernels.kda.mosaic_gpu_tiles import (
     BF16,
@@ -234,7 +235,7 @@ def _store_t(config: Config, r: dict, index: tuple[Array, Array, Array], a: Arra
 
 def inverse(a: Array, high: Any, low: Any, *, interpret: bool) -> Array:
     """(I + A)^-1 of a strictly lower triangular float32 [64, 64] in registers. high, low: bfloat16 scratch tiles."""
-    blocks = lanes.block_inverses(a, interpret=interpret)
+    blocks = warps.block_inverses(a, interpret=interpret)
     high[...], low[...] = split(blocks)
     plgpu.commit_smem()
-    return lanes.merge_blocks(blocks, high, low, interpret=interpret)
+    return warps.merge_blocks(blocks, high, low, interpret=interpret)

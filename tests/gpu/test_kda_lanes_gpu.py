@@ -6,6 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
+from pallas_kernels.kda import mosaic_gpu_warps as warps
 from pallas_kernels.kda.mosaic_gpu_tiles import BF16, F32, PARAMS, WGMMA, split, tiled
 from pallas_kernels.testing import rms_ratio
 
@@ -41,7 +42,7 @@ def vector(*shape):
 def test_sums_inside_tiles():
     x = normal(64, 64)
     got = run(lambda x, r: lanes.tile_sums(x[0], interpret=False), x)
-    assert rms_ratio(got, lanes.tile_sums(jnp.asarray(x), interpret=True)) < 1e-6
+    assert rms_ratio(got, lanes.tile_sums(jnp.asarray(x), interpret=True)) < 1e-5
 
 
 def test_reciprocal():
@@ -52,7 +53,7 @@ def test_reciprocal():
 def test_suffix_sums():
     x = normal(64, 64)
     got = run(lambda x, r: lanes.suffix_sums(x[0], r["totals"], interpret=False), x, totals=vector(4, 64))
-    assert rms_ratio(got, np.cumsum(x[::-1], axis=0)[::-1]) < 1e-6
+    assert rms_ratio(got, np.cumsum(x[::-1], axis=0)[::-1]) < 1e-5
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -84,10 +85,10 @@ def test_inverse(kind):
     a = triangular() * np.float32(0.3) if kind == "random" else np.tril(np.ones((64, 64), np.float32), -1)
 
     def body(x, r):
-        blocks = lanes.block_inverses(x[0], interpret=False)
+        blocks = warps.block_inverses(x[0], interpret=False)
         r["high"][...], r["low"][...] = split(blocks)
         plgpu.commit_smem()
-        return lanes.merge_blocks(blocks, r["high"], r["low"], interpret=False)
+        return warps.merge_blocks(blocks, r["high"], r["low"], interpret=False)
     got = run(body, a, high=tiled(64, 64), low=tiled(64, 64))
     assert rms_ratio(got, np.linalg.inv(np.eye(64) + a.astype(np.float64))) < 1e-4
 
@@ -105,9 +106,9 @@ def test_gradients_through_the_scores():
                 r[name][...] = value.astype(BF16)
             plgpu.commit_smem()
             lanes.tile_factors(x[8], r["totals"], r["table"], interpret=False)
-            return lanes.score_gradients(tuple(x[5:8]), *(r[name] for name in names), r["table"], interpret=False)[which]
+            return warps.score_gradients(tuple(x[5:8]), *(r[name] for name in names), r["table"], interpret=False)[which]
         return run(body, dp, da, *others, sums, totals=vector(4, 64), table=vector(lanes.FACTORS, 64), **{name: tiled(64, 64) for name in names})
     table = np.stack(lanes._factor_rows(list(sums[15::16]), np.exp2, np.zeros(64)))
-    want = lanes._score_gradients_of_values(tuple(others[3:]), *(rounded(x) for x in (dp, da, *others[:3])), table)
+    want = warps._score_gradients_of_values(tuple(others[3:]), *(rounded(x) for x in (dp, da, *others[:3])), table)
     for which in range(3):
         assert rms_ratio(kernel(which), want[which]) < 1e-5

@@ -1,4 +1,4 @@
-"""KDA's kernels through ptxas for an H200, in every configuration that `auto` can choose: no register spills, but for a bounded few in two of them."""
+"""KDA's kernels through ptxas for an H200, in every configuration that `auto` can choose: no register spills, but for a bounded few in two of the kernels."""
 import re
 
 import jax
@@ -12,12 +12,12 @@ from pallas_kernels.kda.mosaic_gpu_prepare import prepare
 
 pytestmark = pytest.mark.h200
 S = jax.ShapeDtypeStruct
-# Bytes a thread. The aim is 0 here too.
-PREPARE_SPILLS = {64: 0, 128: 700}
-GRADIENTS_SPILLS = 400
+# Bytes a thread by channels of the keys, with chunks for several turns of the kernels' loops. The aim is 0 here too.
+PREPARE_SPILLS = {64: 130, 128: 240}
+GRADIENTS_SPILLS = {64: 780, 128: 500}
 
 
-def inputs(heads, key, value, g_dtype=jnp.bfloat16, packed=False, bounded=True, tokens=256):
+def inputs(heads, key, value, g_dtype=jnp.bfloat16, packed=False, bounded=True, tokens=1024):
     wide = lambda width, dtype=jnp.bfloat16: S((1, tokens, heads, width), dtype)
     return mosaic_gpu_tiles.Inputs(wide(key), wide(key), wide(value), wide(key, g_dtype), S((1, heads, tokens), jnp.float32),
                           S((heads,), jnp.float32) if bounded else None, S((heads, key), jnp.float32) if bounded else None,
@@ -56,19 +56,25 @@ def test_forward(heads, key, value, save, monkeypatch, capfd):
 @pytest.mark.parametrize("key", [64, 128])
 def test_preparation(key, g_dtype, bounded, packed, monkeypatch, capfd):
     config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0 if bounded else None, bounded)
-    found, = spilled(lambda x: prepare(config, x), (inputs(2, key, 64, g_dtype, packed, bounded),), monkeypatch, capfd)
+    found, = spilled(lambda x: prepare(config, x), (inputs(96, key, 64, g_dtype, packed, bounded),), monkeypatch, capfd)
     assert found <= PREPARE_SPILLS[key]
 
 
-@pytest.mark.parametrize("heads,key,value", [(2, 64, 64), EXHAUSTIVE(2, 128, 64), EXHAUSTIVE(2, 128, 128), EXHAUSTIVE(96, 64, 128), (96, 128, 128)])
+def test_parts_of_a_sequence(monkeypatch, capfd):
+    config, x = mosaic_gpu_tiles.Config(128 ** -0.5, -5.0, True), inputs(2, 128, 128, tokens=64 * 64)
+    prepared, transitions, recur = spilled(lambda x, s: kernels.forward(config, x, s, True), (x, states(2, 128, 128)), monkeypatch, capfd)
+    assert prepared <= PREPARE_SPILLS[128] and transitions == recur == 0
+
+
+@pytest.mark.parametrize("heads,key,value", [(64, 64, 64), EXHAUSTIVE(64, 128, 64), EXHAUSTIVE(64, 128, 128), EXHAUSTIVE(96, 64, 128), (96, 128, 128)])
 def test_backward(heads, key, value, monkeypatch, capfd):
     config = mosaic_gpu_tiles.Config(key ** -0.5, -5.0, True)
-    x, chunks = inputs(heads, key, value), 4
+    x, chunks = inputs(heads, key, value), 16
     o = S(x.v.shape, jnp.bfloat16)
-    arguments = (x, S((1, heads, chunks, key, value), jnp.bfloat16), o, o, states(heads, key, value))
-    prepared, reverse, gradients = spilled(lambda *a: mosaic_gpu_backward.backward(config, *a), arguments, monkeypatch, capfd)
+    kept = kernels.Kept(S((1, heads, chunks, key, value), jnp.bfloat16), o, None, None)
+    prepared, reverse, gradients = spilled(lambda *a: mosaic_gpu_backward.backward(config, *a), (x, kept, o, states(heads, key, value)), monkeypatch, capfd)
     assert prepared <= PREPARE_SPILLS[key] and reverse == 0
-    assert gradients <= GRADIENTS_SPILLS
+    assert gradients <= GRADIENTS_SPILLS[key]
 
 
 @pytest.mark.parametrize("key,value", [(128, 128), (64, 64)])
