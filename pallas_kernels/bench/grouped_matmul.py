@@ -4,8 +4,9 @@
 
 anchors: scripts run first, each in a process of its own (they may use another framework); JSON lines that they print are kept.
 Groups are uneven: Dirichlet(8), seed 0. TFLOP/s count useful arithmetic, 2 M K N, and the time includes building the schedule.
-Under lasting load the power limit lowers the clock, so candidates are timed in bursts after a rest and 25 ms of calls: median of 5 samples of 5. `sustained_tflops`, of the
-best of each operation only, is the rate of half a second of calls back to back. Both ways a dense product, 8192 cubed, is the ceiling (`dense_tflops`).
+Under lasting load the power limit lowers the clock, so candidates are timed in bursts after a rest and 25 ms of calls: median of 5 samples of 5.
+`sustained_tflops`, of the best of each operation only, is the rate of half a second of calls back to back. Both ways a dense product, 8192 cubed, is
+the ceiling (`dense_tflops`).
 """
 import argparse
 import concurrent.futures

@@ -2,13 +2,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import thread_emulator
+from thread_emulator import Shared
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda import mosaic_gpu_registers as registers
 from pallas_kernels.kda import mosaic_gpu_warps as warps
 from pallas_kernels.testing import rms_ratio
-import thread_emulator
-from thread_emulator import Shared
 
 draw = np.random.default_rng(0)
 
