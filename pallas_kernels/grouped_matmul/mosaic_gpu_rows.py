@@ -34,6 +34,7 @@ MEMORY_REGISTERS, COMPUTE_REGISTERS = 40, 232
 """Registers a thread: 128 * (40 + 2 * 232) = 64,512 of the multiprocessor's 65,536."""
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles", "transpose_rhs", "sms", "interpret"))
 def rows_matmul(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, out_dtype: Any, tiles: RowTiles, *, transpose_rhs: bool,
                 sms: int, interpret: Any = None) -> jax.Array:
     """lhs [M, K] times rhs[group] [K, N] (transpose_rhs: [N, K], read as it lies) -> [M, N] of `out_dtype`; dead rows are zero.

@@ -56,6 +56,7 @@ class Item(NamedTuple):
     steps: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("out_dtype", "tiles", "sms", "interpret"))
 def weights_matmul(lhs: jax.Array, dout: jax.Array, group_sizes: jax.Array, out_dtype: Any, tiles: WeightTiles, *, sms: int,
                    interpret: Any = None) -> jax.Array:
     """lhs [M, K], dout [M, N] of one dtype -> [G, K, N] of `out_dtype`, zero for empty groups. K and N: multiples of 64."""

@@ -94,6 +94,7 @@ def _reverse_chunk(r: dict, slot: Array, wg: Array, state: tuple[Array, ...], n:
     return new
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def reverse(config: Config, prepared: Prepared, do: Float[Array, "B T H V"], dfinal: Float[Array, "B H K V"], save: bool = True) -> tuple[Array, ...]:
     """-> gradient of the initial state [B, H, K, V] float32; if save, also bfloat16: gradient of the state after each chunk [B, H, N, K, V], W like dO."""
     outputs = dict(final_out=jax.ShapeDtypeStruct(dfinal.shape, F32))
@@ -336,6 +337,7 @@ def _scratch(key: int, value: int, g_dtype: Any, packed: bool, bounded: bool) ->
                                    dots=vector(slabs, 5), squares=vector(slabs, 2))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def gradients(config: Config, x: Inputs, do: Array, w: Array, d: Array, states: Array, dstates: Array) -> Inputs:
     """Gradients of x from dO, W, D [B, T, H, V] and the states before, and their gradients after, each chunk [B, H, N, K, V].
 

@@ -245,6 +245,7 @@ def serial(config: Config, chunk: Callable, reverse: bool, prepared: Prepared, i
                               interpret=config.interpret or False)(*inputs.values()))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 5))
 def recur(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"], initial: Float[Array, "B H K V"],
           save: bool) -> tuple[Array, ...]:
     """-> o [B, T, H, V] bfloat16, final state [B, H, K, V] float32; if save, also bfloat16: the state before each chunk [B, H, N, K, V], D like o."""
@@ -299,6 +300,7 @@ def chain(transition: Float[Array, "BS H K K"], added: Float[Array, "BS H K V"],
     return jnp.moveaxis(entering, 0, 1).reshape(added.shape), last
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def transitions(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], beta: Float[Array, "B H T"]) -> tuple[Array, Array]:
     """-> what each sequence does to the state it starts from: the matrix [B, H, K, K] that multiplies it, and what is added [B, H, K, V], float32."""
     batch, heads, _, key = prepared.decay.shape

@@ -68,7 +68,9 @@ class Prepared(NamedTuple):
     decay: Float[Array, "B H N K"]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def prepare(config: Config, x: Inputs) -> Prepared:
+    """A program of its own, like every kernel: a model lowers and compiles it once, however many layers call it."""
     batch, length, heads, key = x.q.shape
     chunks = length // CHUNK
     inputs = input_names(x)
