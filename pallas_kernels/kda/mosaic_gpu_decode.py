@@ -1,14 +1,13 @@
 """One token of KDA on Hopper, for decoding: a Pallas Mosaic GPU kernel that reads each state once and writes it once, in its place.
 
-A block has the state of one sequence and head in shared memory, a thread works on one column of it. What a token needs is
+A block has 64 columns of the state of one sequence and head, in registers: each column evolves alone, so blocks have nothing to tell each other.
+What a token needs is
 
     e = (a k)^T S     S <- a S + k (beta (v - e))^T     o = scale S^T q,     a = exp(g)
 
-so the sums over key channels stay inside a thread. With 64 columns, the 128 threads take two key channels at a time, and the two halves of
-a sum meet in shared memory. Three blocks fit on a multiprocessor: while one computes, others' states are on their way.
+The loads of the state are issued before anything else, and several blocks fit on a multiprocessor: while one computes, others' states are on their way.
 """
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.gates import L2_EPS
-from pallas_kernels.kda.mosaic_gpu_tiles import F32, ROWS
+from pallas_kernels.kda.mosaic_gpu_tiles import COLUMNS, F32, ROWS, SLAB, WGMMA, across, down, row_of
 
 THREADS = 128
-UNROLL = 8
 # The state keeps every rounding of a decay, so nothing is approximate here: the step waits for memory, not for arithmetic.
 PARAMS = plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
@@ -45,56 +44,51 @@ def step(call: Call, q: Float[Array, "B H K"], k: Float[Array, "B H K"], v: Floa
     The state's buffer is written over where the caller gives it up (donation), else XLA copies it first.
     """
     batch, heads, key = q.shape
-    tile = (key * v.shape[-1] // THREADS, THREADS)
     inputs = dict(q=q, k=k, v=v, g=g, beta=beta)
     if call.gate != "log_decay":
         inputs |= dict(a_log=jnp.zeros((heads,)) if a_log is None else a_log.astype(F32),
                        dt_bias=jnp.zeros((heads, key)) if dt_bias is None else dt_bias.astype(F32))
-    held = jax.new_ref(state.reshape(batch, heads, *tile))
+    held = jax.new_ref(state)
     vector = lambda size: plgpu.SMEM((size,), F32)
-    scratch = dict(decays=vector(key), erased=vector(key), keys=vector(key), queries=vector(key), values=vector(THREADS), halves=vector(2 * THREADS),
-                   state=plgpu.SMEM(tile, F32), arrived=plgpu.Barrier())
+    scratch = dict(decays=vector(key), erased=vector(key), keys=vector(key), queries=vector(key), totals=plgpu.SMEM((8, SLAB), F32), sums=vector(SLAB))
     names = (*inputs, "held", "o", *scratch)
-    o = plgpu.kernel(functools.partial(_body, call, names), out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), scratch_types=tuple(scratch.values()),
-                     grid=(batch, heads), grid_names=("b", "h"), compiler_params=PARAMS, interpret=interpret or False)(*inputs.values(), held)
-    return o, jax.freeze(held).reshape(state.shape)
+    body = functools.partial(_body, call, names, interpret is not None)
+    o = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), scratch_types=tuple(scratch.values()),
+                     grid=(batch, heads, v.shape[-1] // SLAB), grid_names=("b", "h", "tile"), compiler_params=PARAMS,
+                     interpret=interpret or False)(*inputs.values(), held)
+    return o, jax.freeze(held)
 
 
-def _body(call: Call, names: tuple[str, ...], *refs: Any) -> None:
+def _body(call: Call, names: tuple[str, ...], interpret: bool, *refs: Any) -> None:
     r = dict(zip(names, refs))
-    b, h = lax.axis_index("b"), lax.axis_index("h")
-    key, value = r["k"].shape[-1], r["v"].shape[-1]
-    per_row = THREADS // value
-    rows = key // per_row
-    plgpu.copy_gmem_to_smem(r["held"].at[b, h], r["state"], r["arrived"])
+    b, h, tile = (lax.axis_index(name) for name in ("b", "h", "tile"))
+    column, slabs = pl.ds(tile * SLAB, SLAB), r["k"].shape[-1] // SLAB
+    held = [r["held"].at[b, h, pl.ds(i * SLAB, SLAB), column] for i in range(slabs)]
+    state = [plgpu.load(x, layout=WGMMA, optimized=False) for x in held]
     decay = jnp.exp(_log_decay(call, r, b, h))
     k = _unit(_vector(r["k"].at[b, h]), call.normalize)
     q = _unit(_vector(r["q"].at[b, h]), call.normalize) * call.scale
     for name, x in (("decays", decay), ("erased", decay * k), ("keys", k), ("queries", q)):
         r[name][...] = x
-    for copy in range(per_row):
-        r["values"].at[pl.ds(copy * value, value)][...] = _vector(r["v"].at[b, h])
     plgpu.commit_smem()
+    rows = lambda name, i: down(plgpu.load(r[name].at[pl.ds(i * SLAB, SLAB)], layout=ROWS, optimized=False))
+
+    def times(name, state):
+        """name^T S, one entry per column."""
+        lanes.sum_rows((sum(rows(name, i) * state[i] for i in range(slabs)),), r["totals"], (r["sums"],), interpret=interpret)
+        return row_of(r["sums"])
+
     beta = r["beta"][b, h].astype(F32)
     beta = 1.0 / (1.0 + jnp.exp(-beta)) if call.beta_logits else beta
-    first = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_layout(THREADS)) < value
-    # Entry of each thread's key channel in row j.
-    at = lambda name, j: r[name][j] if per_row == 1 else jnp.where(first, r[name][2 * j], r[name][2 * j + 1])
-    plgpu.barrier_wait(r["arrived"])
-    erased = _sum_of_rows(lambda j: at("erased", j) * _vector(r["state"].at[j]), rows, r["halves"], per_row)
-    delta = beta * (_vector(r["values"]) - erased)
-
-    def update(j):
-        after = at("decays", j) * _vector(r["state"].at[j]) + at("keys", j) * delta
-        r["state"].at[j][...] = after
-        return at("queries", j) * after
-
-    r["values"][...] = _sum_of_rows(update, rows, r["halves"], per_row)
+    v = plgpu.load(r["v"].at[b, h, column], layout=COLUMNS, optimized=False).astype(F32)
+    delta = across(beta * (v - times("erased", state)))
+    state = [rows("decays", i) * state[i] + rows("keys", i) * delta for i in range(slabs)]
+    for x, new in zip(held, state):
+        x[...] = new
+    # All have read the first sums.
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(r["state"], r["held"].at[b, h])
-    o = r["o"].at[b, h]
-    o[...] = _vector(r["values"].at[pl.ds(0, value)]).astype(o.dtype)
-    plgpu.wait_smem_to_gmem(0)
+    o = r["o"].at[b, h, column]
+    o[...] = times("queries", state).astype(o.dtype)
 
 
 def _layout(width: int) -> Any:
@@ -122,21 +116,3 @@ def _log_decay(call: Call, refs: dict, b: Array, h: Array) -> Array:
 
 def _unit(x: Array, normalize: bool) -> Array:
     return x * lax.rsqrt(jnp.sum(x * x) + L2_EPS) if normalize else x
-
-
-def _sum_of_rows(term: Callable[[Array], Array], rows: int, halves: Any, per_row: int) -> Array:
-    """Sum over j of the arrays term(j), one entry a thread; with two key channels a row, of both halves of the threads, in each."""
-    def step(i, sums):
-        return tuple(total + term(UNROLL * i + n) for n, total in enumerate(sums))
-
-    # As many sums as additions in flight.
-    zero = plgpu.layout_cast(jnp.zeros((THREADS,), F32), _layout(THREADS))
-    sums = list(lax.fori_loop(0, rows // UNROLL, step, (zero,) * UNROLL))
-    while len(sums) > 1:
-        sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
-    if per_row == 1:
-        return sums[0]
-    for start in (0, THREADS):
-        halves.at[pl.ds(start, THREADS)][...] = sums[0]
-    plgpu.commit_smem()
-    return sums[0] + _vector(halves.at[pl.ds(THREADS // 2, THREADS)])
