@@ -30,6 +30,7 @@ from pallas_kernels.kda.mosaic_gpu_registers import (
     pointer,
     positions,
     right_operand,
+    rounded_pair,
     same_in_rows,
     store_row,
     thread_index,
@@ -106,8 +107,7 @@ def _times_ones(x: list, *, later: bool) -> list:
     """
     rows, columns = positions()
     one = lambda row, column: arith.select(arith.cmpi(arith.CmpIPredicate.ule, *((row, column) if later else (column, row))), float32(1.0), float32(0.0))
-    pack = lambda pair: utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", pair[1], pair[0], result_types=ir.IntegerType.get_signless(32))
-    ones = [pack([one(row, column) for column in columns[eight]]) for eight in range(2) for row in rows]
+    ones = [rounded_pair(*(one(row, column) for column in columns[eight])) for eight in range(2) for row in rows]
     result = []
     for eight in x:
         (high,), (low,) = right_operand([eight])

@@ -32,14 +32,12 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     columns,
     down,
     input_names,
-    iota,
     join,
     kept,
     left_factor,
     load_inputs,
     log2_decay,
     masks,
-    product,
     raw_gate,
     right_factor,
     row_of,
@@ -49,7 +47,6 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     split,
     store_squares,
     tiled,
-    transposed,
 )
 
 MULTIPROCESSORS = 132
@@ -107,15 +104,15 @@ def _scratch(teams: int, key: int, g_dtype: Any, packed: bool, bounded: bool) ->
         names["runs"] = vector(CHUNK, dtype=jnp.int32)
     names["arrived"] = plgpu.Barrier(num_arrivals=len(names) + 3 * (slabs - 1), num_barriers=teams)
     if g_dtype != BF16:
-        names["right0"] = wide()
-    return names | dict(left=wide(), right1=wide(), right2=wide(), squares=vector(slabs, 2, CHUNK), totals=vector(slabs, CHUNK // TILE, SLAB),
+        names["writes"] = wide()
+    return names | dict(leaving=wide(), parts=tiled(teams, slabs, 2, CHUNK, SLAB), squares=vector(slabs, 2, CHUNK), totals=vector(slabs, CHUNK // TILE, SLAB),
                         factors=vector(slabs, lanes.FACTORS, SLAB), decay=vector(key), join=plgpu.Barrier(num_arrivals=slabs, num_barriers=teams))
 
 
 def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total: int, workers: int, *refs: Any) -> None:
     every = dict(zip(names, refs))
-    # Once its log decays are known, g gives its place to the right factors of scores inside a tile.
-    every.setdefault("right0", every["g"])
+    # Once its log decays are known, g gives its place to k's columns of the scores.
+    every.setdefault("writes", every["g"])
     (heads, chunks), (teams, slabs) = shape, every["k"].shape[:2]
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
 
@@ -150,34 +147,35 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     if config.bound is not None:
         r = r | dict(rate=r["rate_in"][h])
     plgpu.barrier_wait(r["arrived"])
-    m = masks(r, index)
-    beta = beta_rows(r)
-    _factors(config, r, m, index, wg, beta)
-    join(r, slabs)
-    scores = lambda name, strictly: _scores(r, r[name], strictly)
-    if slabs == 1:
-        p, a = scores("q", 0), scores("left", 1) * down(beta)
-        plgpu.commit_smem()
-        fetch_next()
-        _store_p(r, index, p)
-        _store_t(config, r, index, a)
-        return
-    found = lax.cond(wg == 0, lambda: scores("q", 0), lambda: scores("left", 1) * down(beta))
-    # All products have read their operands: the next chunk may come, P and T may take other operands' places.
+    m, beta = masks(r, index), beta_rows(r)
+    reads, erasers = _slab(config, r, m, index, wg, beta)
+    interpret = config.interpret is not None
+    scores = lambda rows: same_document(r, warps.scores(rows, r["writes"].at[wg], r["factors"].at[wg], interpret=interpret))
+    lower = functools.partial(warps.lower, interpret=interpret)
+    # Each warpgroup has sums over its channels: the first makes P whole, the second A.
+    if slabs == 2:
+        r["parts"].at[wg, 0][...], r["parts"].at[wg, 1][...] = split(scores(jnp.where(wg == 0, erasers, reads)))
+        mine = scores(jnp.where(wg == 0, reads, erasers))
+    else:
+        p, a = lower(scores(reads), False), lower(scores(erasers), True) * down(beta)
+    # What was staged has left its place, and the inputs have been read for the last time.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     join(r, slabs)
     fetch_next()
-    lax.cond(wg == 0, lambda: _store_p(r, index, found), lambda: _store_t(config, r, index, found))
+    if slabs == 2:
+        mine = mine + sum(r["parts"].at[1 - wg, i][...].astype(F32) for i in range(2))
+        lax.cond(wg == 0, lambda: _store_p(r, index, lower(mine, False)), lambda: _store_t(config, r, index, lower(mine, True) * down(beta)))
+    else:
+        _store_p(r, index, p)
+        _store_t(config, r, index, a)
 
 
-def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], s: Array, beta: Array) -> None:
-    """Slab s of the keys' channels: writes Qg, Kd, Kr and e^(G_C), and leaves the factors of the scores.
-
-    Left ones in q's place and in `left`; k's right factors for tiles that are 0, 1, 2, 3 apart in right0, right1, right2 and in k's place.
-    """
+def _slab(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], s: Array, beta: Array) -> tuple[Array, Array]:
+    """Slab s of the keys' channels: Qg, Kd, Kr and e^(G_C) on their way out, -> q's and k's rows of the scores; k's columns are left in r["writes"]."""
     b, h, n = index
     interpret, slabs = config.interpret is not None, r["k"].shape[0]
-    at = {name: r[name].at[s] for name in ("q", "k", "left", "right0", "right1", "right2")}
+    at = {name: r[name].at[s] for name in ("q", "k", "writes", "leaving")}
     table = r["factors"].at[s]
     sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, s, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
     store_squares(r, config, s)
@@ -187,47 +185,33 @@ def _factors(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array
     join(r, slabs)
     of_tiles = lambda first: lanes.of_tiles(table, first, interpret=interpret)
     scales = row_scales(r, config)
-    left = left_factor(sums)
-    q, entering = scaled(r["q"], s, scales[0], m.valid) * (config.scale * left), of_tiles(lanes.ENTERING)
-    at["right1"][...] = kept(m.entry, q * entering).astype(BF16)
-    at["q"][...] = q.astype(BF16)
+    left, entering = left_factor(sums), of_tiles(lanes.ENTERING)
     k = scaled(r["k"], s, scales[1], m.valid)
-    reads, writes = k * left, k * right_factor(sums)
-    at["right2"][...] = kept(m.entry, reads * down(beta) * entering).astype(BF16)
-    at["left"][...] = kept(m.exit, writes * of_tiles(lanes.LEAVING)).astype(BF16)
+    erasers, writes = k * left, k * right_factor(sums)
+    reads = scaled(r["q"], s, scales[0], m.valid) * (config.scale * left)
+    # In the places of q and k, which a warp reads and writes only in its own rows.
+    at["q"][...] = kept(m.entry, reads * entering).astype(BF16)
+    at["k"][...] = kept(m.entry, erasers * down(beta) * entering).astype(BF16)
+    at["leaving"][...] = kept(m.exit, writes * of_tiles(lanes.LEAVING)).astype(BF16)
+    at["writes"][...] = writes.astype(BF16)
     whole = row_of(table.at[lanes.WHOLE])
     columns(r["decay"], s)[...] = whole if m.carry is None else jnp.where(m.carry, whole, 0.0)
     plgpu.commit_smem()
-    for name, tile in (("qg", "right1"), ("kd", "right2"), ("kr", "left")):
+    for name, tile in (("qg", "q"), ("kd", "k"), ("kr", "leaving")):
         plgpu.copy_smem_to_gmem(at[tile], columns(r[f"{name}_out"].at[b, h, n], s))
     plgpu.copy_smem_to_gmem(columns(r["decay"], s), columns(r["decay_out"].at[b, h, n], s))
-    at["right0"][...] = writes.astype(BF16)
-    apart = [(writes * of_tiles(lanes.BETWEEN + 4 * distance)).astype(BF16) for distance in (1, 2, 3)]
-    at["k"][...] = apart[2]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    at["left"][...] = reads.astype(BF16)
-    at["right1"][...], at["right2"][...] = apart[:2]
-    plgpu.commit_smem()
-
-
-def _scores(r: dict, left: Any, strictly: int) -> Array:
-    """Scores of rows with the columns up to their own, or before it if `strictly`, float32 [64, 64], from factors for every distance of tiles."""
-    slabs, apart, result = r["k"].shape[0], iota(0) // TILE - iota(1) // TILE, None
-    for distance, right in enumerate(("right0", "right1", "right2", "k")):
-        found = product(*((left.at[s], transposed(r[right].at[s])) for s in range(slabs)))
-        result = found if result is None else jnp.where(apart == distance, found, result)
-    return same_document(r, jnp.where(iota(0) - strictly >= iota(1), result, 0.0))
+    return reads, erasers
 
 
 def _store_p(r: dict, index: tuple[Array, Array, Array], p: Array) -> None:
-    tile = r["left"].at[0]
+    tile = r["leaving"].at[0]
     tile[...] = p.astype(BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, r["p_out"].at[index])
 
 
 def _store_t(config: Config, r: dict, index: tuple[Array, Array, Array], a: Array) -> None:
-    high, low = r["right1"].at[0], r["right2"].at[0]
+    high, low = (r["parts"].at[0, i] for i in range(2))
     t = inverse(a, high, low, interpret=config.interpret is not None)
     plgpu.commit_smem()
     high[...] = t.astype(BF16)

@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray, utils
 from jax.experimental.mosaic.gpu.fragmented_array import subf
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.kda.chunk import CHUNK, TILE
 
@@ -32,19 +32,19 @@ def float32(value: float) -> ir.Value:
     return utils.c(value, ir.F32Type.get())
 
 
-def thread_index() -> ir.Value:
-    """Index of this thread in its warpgroup."""
-    index = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-    return arith.andi(index, int32(127))
-
-
 def lane_index() -> ir.Value:
-    return arith.andi(thread_index(), int32(31))
+    """Index of this thread in its warp. Read anew each time: what depends on it would else be computed ahead of a loop and fill registers."""
+    return utils.inline_ptx("mov.u32 $0, %laneid;", result_types=ir.IntegerType.get_signless(32), has_side_effects=True)
 
 
 def warp_index() -> ir.Value:
     """Index of this warp in its warpgroup, uniform in the compiler's eyes. All lanes take part: never inside a branch of some of them."""
     return arith.andi(utils.warp_idx(sync=True), int32(3))
+
+
+def thread_index() -> ir.Value:
+    """Index of this thread in its warpgroup. All lanes take part."""
+    return arith.addi(arith.muli(warp_index(), int32(32)), lane_index())
 
 
 def values_of(x: FragmentedArray) -> list[list[list[ir.Value]]]:
@@ -116,7 +116,12 @@ def two_parts(first: ir.Value, second: ir.Value) -> tuple[ir.Value, ir.Value]:
     bits = [arith.bitcast(i32, x) for x in (first, second)]
     high = utils.inline_ptx("prmt.b32 $0, $1, $2, 0x7632;", *bits, result_types=i32)
     rest = [subf(x, arith.bitcast(f32, arith.andi(b, int32(-65536)))) for x, b in zip((first, second), bits)]
-    return high, utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", rest[1], rest[0], result_types=i32)
+    return high, rounded_pair(*rest)
+
+
+def rounded_pair(first: ir.Value, second: ir.Value) -> ir.Value:
+    """Two float32 as a pair of bfloat16, rounded."""
+    return utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", second, first, result_types=ir.IntegerType.get_signless(32))
 
 
 def packed_parts(x):

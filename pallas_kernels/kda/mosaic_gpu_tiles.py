@@ -1,9 +1,8 @@
 """What KDA's Mosaic GPU kernels share: tiles in shared memory, decays of a chunk, factors of its scores, document masks.
 
-A warpgroup works on register arrays of 64 tokens by 64 channels (a slab). Scores of tokens i >= j in tiles d apart are products of
-(x_i e^(c_i)) and (k_j e^(reach_d - c_j)), c the running sum of log decays inside a tile of 16 and reach_d what lies between: d = 0 anchors just
-before the tile, d > 0 at the start of i's tile. The left factor is one for all d, and nothing later than i enters it or the columns that are kept.
-Decays are in bits (log2).
+A warpgroup works on register arrays of 64 tokens by 64 channels (a slab). Scores of tokens i >= j are products of (x_i e^(c_i) between) and (k_j e^-c_j), c the
+running sum of log decays inside a tile of 16 and `between` the decay from the start of j's tile to that of i's: both factors are anchored just before
+the token's own tile, and nothing later than i enters its row or the columns that are kept. Decays are in bits (log2).
 
 Documents need no branch: `runs` are the owners of the state (`documents.state_owner`), and a padding token has beta = -1.
 """

@@ -32,10 +32,83 @@ from pallas_kernels.kda.mosaic_gpu_registers import (
     multiply,
     positions,
     right_operand,
+    rounded_pair,
     shared_operand,
     values_of,
     warp_index,
 )
+
+# ---------------------------------------------------------------- scores
+
+
+def scores(rows: Array, writes: Any, table: Any, *, interpret: bool) -> Array:
+    """Products over 64 channels of q's or k's rows, times the left factor, with k's columns, times the right one; zero in tiles above the diagonal.
+
+    writes: bfloat16 tile in shared memory. Rows of tile i meet columns of tile j with what lies between the tiles multiplied into the rows, in
+    registers, in float32: the columns are there once, not once for each distance.
+    """
+    if interpret:
+        return _scores_of_values(rows, writes[...].astype(jnp.float32), table[...])
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, TILED, plgpu.RefType()), return_type=MATRIX)
+    def multiply_tiles(_, rows, writes, table):
+        warp, values, zero, result = warp_index(), values_of(rows), float32(0.0), []
+        for tile in range(CHUNK // TILE):
+            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.uge, warp, int32(tile)), [zero.type] * 8, has_else=True)
+            with ir.InsertionPoint(branch.then_block):
+                scf.yield_(_tile_scores(values, writes, table, warp, tile))
+            with ir.InsertionPoint(branch.else_block):
+                scf.yield_([zero] * 8)
+            each = iter(branch.results)
+            result += [[[next(each) for _ in range(2)] for _ in range(2)] for _ in range(2)]
+        return array_of(result, rows)
+    return multiply_tiles(rows, writes, table)
+
+
+def _tile_scores(rows: list, writes: ir.Value, table: ir.Value, warp: ir.Value, tile: int) -> list[ir.Value]:
+    """This warp's rows with the columns of `tile`: 8 values, flat."""
+    own = arith.cmpi(arith.CmpIPredicate.eq, warp, int32(tile))
+    # Of a tile with itself nothing lies between: the row that is read then holds something else, and is not used.
+    between = load_row(table, arith.addi(arith.muli(arith.subi(warp, int32(tile)), int32(4)), int32(BETWEEN + tile)))
+    sums = [[float32(0.0)] * 4 for _ in range(2)]
+    for column in range(CHUNK // TILE):
+        left = []
+        for eight in (2 * column, 2 * column + 1):
+            factors = [arith.select(own, float32(1.0), element(between[eight], one)) for one in range(2)]
+            left += [rounded_pair(*(mulf(rows[eight][half][one], factors[one]) for one in range(2))) for half in range(2)]
+        r = fragments(writes, tile, column, turned=False)
+        sums = [mma(total, left, right) for total, right in zip(sums, ((r[0], r[2]), (r[1], r[3])))]
+    return [value for eight in sums for value in eight]
+
+
+def lower(x: Array, strictly: bool, *, interpret: bool) -> Array:
+    """x [64, 64], zero in tiles above the diagonal, with zeros above the diagonal of its tiles too; on it, if `strictly`."""
+    if interpret:
+        return jnp.where(jnp.arange(CHUNK)[:, None] - strictly >= jnp.arange(CHUNK), x, 0.0)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=MATRIX)
+    def cut(_, x):
+        warp, (rows, columns), values, zero = warp_index(), positions(), values_of(x), float32(0.0)
+        above = [[[arith.cmpi(arith.CmpIPredicate.ult, row, arith.addi(column, int32(strictly))) for column in columns[eight]] for row in rows]
+                 for eight in range(2)]
+        result = []
+        for eight in range(EIGHTS):
+            own = arith.cmpi(arith.CmpIPredicate.eq, warp, int32(eight // 2))
+            result.append([[arith.select(arith.andi(own, above[eight % 2][half][one]), zero, values[eight][half][one]) for one in range(2)]
+                           for half in range(2)])
+        return array_of(result, x)
+    return cut(x)
+
+
+def _scores_of_values(rows, writes, table):
+    def tile(i, j):
+        left, right = rows[i * TILE:(i + 1) * TILE], writes[j * TILE:(j + 1) * TILE]
+        if j > i:
+            return jnp.zeros((TILE, TILE))
+        left = left if i == j else left * table[BETWEEN + 4 * (i - j) + j]
+        return left.astype(jnp.bfloat16).astype(jnp.float32) @ right.T
+    return jnp.block([[tile(i, j) for j in range(4)] for i in range(4)])
+
 
 # ---------------------------------------------------------------- gradients through the scores
 

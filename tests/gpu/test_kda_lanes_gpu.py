@@ -93,6 +93,20 @@ def test_inverse(kind):
     assert rms_ratio(got, np.linalg.inv(np.eye(64) + a.astype(np.float64))) < 1e-4
 
 
+def test_scores():
+    rows, writes = normal(64, 64), np.asarray(jnp.asarray(normal(64, 64), BF16), np.float32)
+    sums = np.cumsum(-np.abs(normal(4, 16, 64)), axis=1).reshape(64, 64)
+
+    def body(x, r):
+        r["writes"][...] = x[1].astype(BF16)
+        plgpu.commit_smem()
+        lanes.tile_factors(x[2], r["totals"], r["table"], interpret=False)
+        return warps.lower(warps.scores(x[0], r["writes"], r["table"], interpret=False), True, interpret=False)
+    got = run(body, rows, writes, sums, totals=vector(4, 64), table=vector(lanes.FACTORS, 64), writes=tiled(64, 64))
+    table = np.stack(lanes._factor_rows(list(sums[15::16]), np.exp2, np.zeros(64))).astype(np.float32)
+    assert rms_ratio(got, np.tril(warps.scores(*map(jnp.asarray, (rows, writes, table)), interpret=True), -1)) < 1e-5
+
+
 def test_gradients_through_the_scores():
     dp, da = triangular(), triangular()
     others = [normal(64, 64) for _ in range(6)]

@@ -70,6 +70,20 @@ def test_inverse(machine, kind):
     assert rms_ratio(warps.merge_blocks(jnp.asarray(blocks), jnp.asarray(high), jnp.asarray(blocks - high), interpret=True), got) < 1e-4
 
 
+def test_scores(machine):
+    rows, writes, sums = normal(64, 64), rounded(normal(64, 64)), log_decays()
+    table = np.stack(lanes._factor_rows(list(sums[15::16]), np.exp2, np.zeros(64))).astype(np.float32)
+    got = warps.scores(rows, Shared(machine, writes, swizzled=True), Shared(machine, table), interpret=False)
+    assert rms_ratio(got, warps.scores(*map(jnp.asarray, (rows, writes, table)), interpret=True)) < 1e-5
+
+
+@pytest.mark.parametrize("strictly", [False, True])
+def test_lower(machine, strictly):
+    x = np.where(np.arange(64)[:, None] // 16 >= np.arange(64) // 16, normal(64, 64), 0)
+    np.testing.assert_array_equal(warps.lower(x, strictly, interpret=False), np.tril(x, -strictly))
+    np.testing.assert_array_equal(warps.lower(jnp.asarray(x), strictly, interpret=True), np.tril(x, -strictly))
+
+
 def test_gradients_through_the_scores(machine):
     dp, da, reads, erasers, writes = (rounded(x) for x in (np.tril(normal(64, 64), -1), np.tril(normal(64, 64), -1), *normal(3, 64, 64)))
     sums, starts = log_decays(), tuple(normal(3, 64, 64))

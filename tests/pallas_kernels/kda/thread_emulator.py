@@ -146,6 +146,9 @@ class Ptx:
     def mov_b32(self, x):
         return x.array
 
+    def mov_u32(self):
+        return LANE.astype(np.int32)
+
     def movmatrix_sync_aligned_m8n8_trans_b16(self, x):
         return self.per_warp(1, lambda threads: (_registers(_matrix(x.unsigned()[threads]).T),))
 
@@ -263,8 +266,9 @@ def patched(monkeypatch, *modules):
 
     select = lambda condition, a, b: Value(np.where(condition.array, a.array, b.array), a.type)
     arith = SimpleNamespace(
-        addi=integers(np.add), subi=integers(np.subtract), muli=integers(np.multiply), andi=integers(np.bitwise_and), ori=integers(np.bitwise_or),
-        shrui=integers(np.right_shift), xori=lambda a, b: Value(a.array ^ b.array, a.type), negf=lambda a: Value(-a.array, "f32"), select=select,
+        addi=integers(np.add), subi=integers(np.subtract), muli=integers(np.multiply), ori=integers(np.bitwise_or),
+        shrui=integers(np.right_shift), andi=lambda a, b: Value(a.array & b.array, a.type), xori=lambda a, b: Value(a.array ^ b.array, a.type),
+        negf=lambda a: Value(-a.array, "f32"), select=select,
         cmpi=lambda how, a, b: Value(compare[how](a.unsigned(), b.unsigned()), "i1"), bitcast=lambda kind, x: Value(x.array.view(DTYPES[kind]), kind),
         index_cast=lambda kind, x: Value(x.array, kind), CmpIPredicate=SimpleNamespace(**{name: name for name in compare}))
     utils = SimpleNamespace(
@@ -274,7 +278,6 @@ def patched(monkeypatch, *modules):
     names = dict(
         arith=arith, utils=utils, FragmentedArray=Array, addf=floats(np.add), subf=floats(np.subtract), mulf=floats(np.multiply),
         plgpu=SimpleNamespace(inline_mgpu=inline, RefType=lambda *_: None, Layout=SimpleNamespace(WG_SPLAT=lambda *_: None)),
-        gpu=SimpleNamespace(thread_id=lambda _: Value(np.arange(THREADS), "i32"), Dimension=SimpleNamespace(x=None)),
         llvm=SimpleNamespace(mlir_undef=lambda _: Value(np.zeros((THREADS, 2)), "f32"), insertelement=insert, store=store, load=load,
                              ptrtoint=lambda kind, pointer: pointer),
         vector=SimpleNamespace(extract=lambda pair, dynamic_position, static_position: Value(pair.array[:, static_position[0]].copy(), pair.type)),
