@@ -48,6 +48,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     load_inputs,
     log2_decay,
     masks,
+    place_of,
     product,
     raw_gate,
     right_factor,
@@ -218,12 +219,8 @@ def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> No
 def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int, shape: tuple[int, int], total: int, blocks: int, *refs: Any) -> None:
     """Chunks block, block + blocks, ... of `total`: while one's gradients go through gate and norms, the next one's values and states arrive."""
     every = dict(zip(names, refs))
-    slabs, value_slabs, (heads, chunks) = key // SLAB, value // SLAB, shape
+    slabs, value_slabs = key // SLAB, value // SLAB
     block, warpgroup = lax.axis_index("block"), lax.axis_index("wg")
-
-    def index_of(item):
-        bh = lax.div(item, chunks)
-        return lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)
 
     def references(warpgroup):
         """All of this block's, by an index that is 0: an address that the compiler knows ahead of the loop would be kept in a register, one for each."""
@@ -231,14 +228,14 @@ def _gradients_body(config: Config, names: tuple[str, ...], key: int, value: int
         return {name: ref if name.endswith(("_in", "_out")) else ref.at[zero] for name, ref in every.items()}
 
     def fetch(item, wg, r, values):
-        load = lambda: _load_values(r, index_of(item), slabs, value_slabs) if values else \
-            load_inputs(r, index_of(item), {name: r[name] for name in ("q", "k", "g")}, r["arrived"])
+        load = lambda: _load_values(r, place_of(item, shape), slabs, value_slabs) if values else \
+            load_inputs(r, place_of(item, shape), {name: r[name] for name in ("q", "k", "g")}, r["arrived"])
         pl.when((wg == 0) & (item < total))(load)
 
     def step(turn, _):
         wg = lanes.in_this_turn(warpgroup, interpret=config.interpret is not None)
         item, r = block + turn * blocks, references(wg)
-        _chunk(config, r, index_of(item), wg, lambda: fetch(item + blocks, wg, r, True))
+        _chunk(config, r, place_of(item, shape), wg, lambda: fetch(item + blocks, wg, r, True))
         # Both warpgroups' results have left the places of the inputs.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()

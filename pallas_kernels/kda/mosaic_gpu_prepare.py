@@ -38,6 +38,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     load_inputs,
     log2_decay,
     masks,
+    place_of,
     raw_gate,
     right_factor,
     row_of,
@@ -113,12 +114,8 @@ def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total:
     every = dict(zip(names, refs))
     # Once its log decays are known, g gives its place to k's columns of the scores.
     every.setdefault("writes", every["g"])
-    (heads, chunks), (teams, slabs) = shape, every["k"].shape[:2]
+    teams, slabs = every["k"].shape[:2]
     warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-
-    def index_of(item):
-        bh = lax.div(item, chunks)
-        return lax.div(bh, heads), lax.rem(bh, heads), lax.rem(item, chunks)
 
     def team_of(warpgroup):
         """-> this warpgroup's team's first item, its place in the team, the team's references."""
@@ -126,12 +123,12 @@ def _body(config: Config, names: tuple[str, ...], shape: tuple[int, int], total:
         return block * teams + team, lax.rem(warpgroup, slabs), {name: ref if name.endswith(("_in", "_out")) else ref.at[team] for name, ref in every.items()}
 
     def fetch(item, wg, r):
-        pl.when((wg == 0) & (item < total))(lambda: load_inputs(r, index_of(item), dict(q=r["q"], k=r["k"], g=r["g"]), r["arrived"]))
+        pl.when((wg == 0) & (item < total))(lambda: load_inputs(r, place_of(item, shape), dict(q=r["q"], k=r["k"], g=r["g"]), r["arrived"]))
 
     def step(turn, _):
         first, wg, r = team_of(lanes.in_this_turn(warpgroup, interpret=config.interpret is not None))
         item = first + turn * workers
-        _chunk(config, r, index_of(item), wg, lambda: fetch(item + workers, wg, r))
+        _chunk(config, r, place_of(item, shape), wg, lambda: fetch(item + workers, wg, r))
         return ()
 
     first = team_of(warpgroup)[0]

@@ -165,6 +165,13 @@ class Inputs(NamedTuple):
     """Owner of the state before and after each chunk."""
 
 
+def place_of(item: Array, shape: tuple[int, int]) -> tuple[Array, Array, Array]:
+    """Sequence, head and number of chunk `item`, counted through all of them. shape: heads, chunks of a sequence."""
+    heads, chunks = shape
+    sequence_head = lax.div(item, chunks)
+    return lax.div(sequence_head, heads), lax.rem(sequence_head, heads), lax.rem(item, chunks)
+
+
 def input_names(x: Inputs) -> dict[str, Array]:
     names = dict(q_in=x.q, k_in=x.k, g_in=x.g, beta_in=x.beta, rate_in=x.rate, bias_in=x.bias, runs_in=x.runs, edges_in=x.edges)
     return {name: array for name, array in names.items() if array is not None}
