@@ -1,0 +1,32 @@
+"""The training step of `small` with the Hopper kernels, lowered for an H200 on a machine that has none."""
+import dataclasses
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from compile_for_h200 import h200_devices
+from jax.sharding import NamedSharding
+
+import longmoe
+from longmoe.presets import PRESETS
+from longmoe.train.state import abstract_train_state
+from longmoe.train.step import KEYS, ROWS, make_train_step
+
+pytestmark = pytest.mark.h200
+KERNELS = 24
+"""Of KDA: prepare, transitions, recur and reverse, each in a few forms of which some outputs are unused, and gradients; of the grouped matmul one for
+each shape, direction and tiles."""
+
+
+def test_layers_share_their_kernels(monkeypatch):
+    """The step has 17 layers and 140 calls of kernels: a model that lowered each call's kernel again took 100 s for it."""
+    for operator in ("kda", "grouped_matmul"):
+        monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{operator}.specs"), "unmet_on_hopper", list)
+    cfg = PRESETS["small"]()
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=2, sequence_length=8192))
+    mesh = longmoe.make_mesh(cfg.mesh, h200_devices(1))
+    batch = {name: jax.ShapeDtypeStruct((2, 8192), jnp.float32 if name == "loss_weights" else jnp.int32, sharding=NamedSharding(mesh, ROWS)) for name in KEYS}
+    program = make_train_step(cfg, mesh).lower(abstract_train_state(cfg, mesh), batch).as_text()
+    assert 10 < program.count("@mosaic_gpu_v2(") <= KERNELS
+    assert "ragged_dot" not in program
