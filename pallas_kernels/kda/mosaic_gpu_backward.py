@@ -179,25 +179,28 @@ def _score_gradients(r: dict, wg: Array, slabs: int) -> None:
 def _score_terms(r: dict, config: Config, sums: Array, wg: Array, q: Array, k: Array, beta: Array, terms: tuple[Array, ...]) -> tuple[Array, ...]:
     """Adds what comes through the scores to `terms`, as `_state_terms` returns them, and the factors of rows and columns. Joins the warpgroups.
 
+    -> these three, and u, of whose sums over later tokens the log decay's gradient is made. A pair of tokens adds to the u of one and takes from the u of the
+    other: the same operands, rounded alike, make both, or their rounding would be left in all sums that hold both.
     Leaves in r["rows"][2] what the writes' decay to the chunk's end adds to the log decay's gradient, one for the whole chunk.
     """
-    reads, writes, erasers = r["tiles"].at[wg, 0], r["tiles"].at[wg, 1], r["tiles"].at[wg, 2]
-    interpret, left, right = config.interpret is not None, left_factor(sums), right_factor(sums)
+    tiles = reads, erasers, writes = tuple(r["tiles"].at[wg, i] for i in range(3))
+    interpret, left = config.interpret is not None, left_factor(sums)
     # All products with the states have been awaited by the whole warpgroup.
-    reads[...] = (q * left).astype(BF16)
-    erasers[...] = (k * (beta * left)).astype(BF16)
-    written = k * right
-    writes[...] = written.astype(BF16)
-    written = jnp.where(iota(0) < CHUNK - 1, written * terms[2], 0.0)
+    for tile, x in zip(tiles, (q * left, k * (beta * left), k * right_factor(sums))):
+        tile[...] = x.astype(BF16)
+    not_last = iota(0) < CHUNK - 1
+    written = jnp.where(not_last, writes[...].astype(F32) * terms[2], 0.0)
     lanes.sum_rows((written,), r["totals"].at[wg], (r["rows"].at[wg, 2],), interpret=interpret)
     plgpu.commit_smem()
     join(r, r["k"].shape[0])
     dp, da = (r["left"].at[i, 0] for i in range(2))
-    dq, row, dk = warps.score_gradients(terms, dp, da, reads, erasers, writes, r["factors"].at[wg], interpret=interpret)
+    dq, row, dk = warps.score_gradients(terms, dp, da, *tiles, r["factors"].at[wg], interpret=interpret)
+    reads, erasers, writes = (tile[...].astype(F32) for tile in tiles)
+    u = reads * dq + erasers * row - jnp.where(not_last, writes * dk, 0.0)
     # Made once more: kept, these two would take a third of the registers meanwhile.
     sums = lanes.anew(sums, interpret=interpret)
     left = left_factor(sums)
-    return dq * left, row * left, dk * right_factor(sums)
+    return dq * left, row * left, dk * right_factor(sums), u
 
 
 def _gate_gradient(r: dict, config: Config, m: Masks, wg: Array, u: Array) -> None:
@@ -256,7 +259,7 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     plgpu.barrier_wait(r["arrived"])
     m, beta = masks(r, index), down(beta_rows(r))
     sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, wg, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
-    store_squares(r, config, wg)
+    store_squares(r, config, wg, m.valid)
     lanes.tile_factors(sums, r["totals"].at[wg], r["factors"].at[wg], interpret=interpret)
     plgpu.barrier_wait(r["values_barrier"])
     values = _value_gradients(r, m, index, wg, slabs, value_slabs)
@@ -266,13 +269,13 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     q_scale, k_scale = (1.0 if x is None else down(x) for x in scales)
     q_scale = q_scale * config.scale
     raw = lambda name: kept(m.valid, r[name].at[wg][...].astype(F32))
-    dq, row, dk = _score_terms(r, config, sums, wg, raw("q") * q_scale, raw("k") * k_scale, beta, terms)
+    dq, row, dk, u = _score_terms(r, config, sums, wg, raw("q") * q_scale, raw("k") * k_scale, beta, terms)
     # The values' gradient has left, and the other warpgroup needs nothing of the values any more either.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.commit_smem()
     join(r, slabs)
     fetch_values()
-    _gate_gradient(r, config, m, wg, q_scale * (raw("q") * dq) + k_scale * (raw("k") * (beta * row - jnp.where(iota(0) < CHUNK - 1, dk, 0.0))))
+    _gate_gradient(r, config, m, wg, u)
     _through_norms(r, config, m, wg, scales, raw("q"), raw("k"), values, dq, row, dk)
     _store(r, config, index, wg)
 

@@ -175,7 +175,7 @@ def _slab(config: Config, r: dict, m: Masks, index: tuple[Array, Array, Array], 
     at = {name: r[name].at[s] for name in ("q", "k", "writes", "leaving")}
     table = r["factors"].at[s]
     sums = lanes.tile_sums(log2_decay(config, *raw_gate(r, s, config.bound is not None), r.get("rate"), m.valid), interpret=interpret)
-    store_squares(r, config, s)
+    store_squares(r, config, s, m.valid)
     # What this warpgroup stored of the last chunk has left, and the other's too: its places are written again from here on.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     lanes.tile_factors(sums, r["totals"].at[s], table, interpret=interpret)

@@ -96,11 +96,12 @@ def split(x: Array) -> tuple[Array, Array]:
 # ---------------------------------------------------------------- decays and factors
 
 
-def store_squares(refs: dict, config: Config, s: Any) -> None:
+def store_squares(refs: dict, config: Config, s: Any, valid: Array | None) -> None:
     """Leaves the sums of squares of the rows of q and k over slab s for `row_scales`, which comes after the next `join`."""
     if config.normalize:
         for i, name in enumerate(("q", "k")):
-            x = refs[name].at[s][...].astype(F32)
+            # Padding may hold anything, NaN too, and its norm multiplies rows that are zero.
+            x = kept(valid, refs[name].at[s][...].astype(F32))
             refs["squares"].at[s, i][...] = jnp.sum(x * x, axis=1)
 
 

@@ -14,7 +14,9 @@ from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 WIDE = ("q", "k", "v", "g")
-OUTPUT_BOUND, GRADIENT_BOUND, DECAY_BOUND = 5e-3, 1.2e-2, 2e-2
+OUTPUT_BOUND, GRADIENT_BOUND, DECAY_BOUND = 5e-3, 8e-3, 1e-2
+SUM_BOUND = 2e-2
+"""Of a_log's gradient: one number a head, a sum that cancels."""
 
 
 @pytest.fixture
@@ -72,8 +74,8 @@ def check(x, keywords, narrow=WIDE, gradients=True):
     ratios = {name: rms_ratio(got[0][i], want[0][i]) for i, name in enumerate(("o", "state"))}
     ratios |= {name: rms_ratio(got[1][name], want[1][name]) for name in want[1]}
     print({name: float(f"{ratio:.2g}") for name, ratio in ratios.items()})
-    bound = lambda name: OUTPUT_BOUND if name in ("o", "state") else DECAY_BOUND if name in ("g", "a_log", "dt_bias", "beta") else GRADIENT_BOUND
-    assert all(ratio < bound(name) for name, ratio in ratios.items()), ratios
+    bounds = dict(o=OUTPUT_BOUND, state=OUTPUT_BOUND, g=DECAY_BOUND, dt_bias=DECAY_BOUND, beta=DECAY_BOUND, a_log=SUM_BOUND)
+    assert all(ratio < bounds.get(name, GRADIENT_BOUND) for name, ratio in ratios.items()), ratios
 
 
 def test_packed_documents_with_everything_inside(interpreter):
@@ -167,7 +169,7 @@ def test_causal_to_the_bit(interpreter):
         np.testing.assert_array_equal(np.asarray(call(x | mixed)).astype(np.float32)[:, :prefix], want[:, :prefix])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_nan_at_padding_stays_there(interpreter):
     x = raw_inputs(specs.Shape(1, 64, 1, 64, 64))
     ids = np.repeat([1, 0, 2], [20, 9, 35])[None].astype(np.int32)
