@@ -55,6 +55,7 @@ from pallas_kernels.kda.mosaic_gpu_tiles import (
     row_of,
     row_scales,
     same_document,
+    scaled,
     store_squares,
     tiled,
     transposed,
@@ -268,7 +269,7 @@ def _chunk(config: Config, r: dict, index: tuple[Array, Array, Array], wg: Array
     scales = row_scales(r, config)
     q_scale, k_scale = (1.0 if x is None else down(x) for x in scales)
     q_scale = q_scale * config.scale
-    raw = lambda name: kept(m.valid, r[name].at[wg][...].astype(F32))
+    raw = lambda name: scaled(r[name], wg, None, m.valid)
     dq, row, dk, u = _score_terms(r, config, sums, wg, raw("q") * q_scale, raw("k") * k_scale, beta, terms)
     # The values' gradient has left, and the other warpgroup needs nothing of the values any more either.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

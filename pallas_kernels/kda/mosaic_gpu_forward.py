@@ -229,7 +229,7 @@ def serial(config: Config, chunk: Callable, reverse: bool, prepared: Prepared, i
     batch, heads, chunks, key = prepared.decay.shape
     value = outputs["final_out"].shape[-1]
     slabs, groups = key // SLAB, warpgroups(batch * heads, value)
-    inputs = {f"{name}_in": x for name, x in prepared._asdict().items()} | inputs
+    inputs = {f"{name}_in": x for name, x in prepared._asdict().items() if name not in unused} | inputs
     wide, square = tiled(STAGES, slabs, CHUNK, SLAB), tiled(STAGES, CHUNK, CHUNK)
     scratch = dict(qg=wide, kd=wide, kr=wide, p=square, t=square, v=tiled(STAGES, groups, CHUNK, SLAB), decay=plgpu.SMEM((STAGES, key), F32),
                    state=tiled(groups, slabs, SLAB, SLAB), d=tiled(groups, CHUNK, SLAB), **{name: make(groups) for name, make in extra.items()})
@@ -306,11 +306,9 @@ def transitions(config: Config, prepared: Prepared, v: Float[Array, "B T H V"], 
     batch, heads, _, key = prepared.decay.shape
     value = v.shape[-1]
     start = jnp.broadcast_to(jnp.concatenate([jnp.zeros((key, value)), jnp.eye(key)], axis=1), (batch, heads, key, value + key))
-    unused = ("qg", "p")
-    prepared = prepared._replace(qg=prepared.kd, p=prepared.t)
     extra = dict(beta=lambda groups: plgpu.SMEM((STAGES, CHUNK), F32))
     final, = serial(config, _transition_chunk, False, prepared, dict(v_in=v, initial_in=start, beta_in=beta),
-                    dict(final_out=jax.ShapeDtypeStruct(start.shape, F32)), extra, unused)
+                    dict(final_out=jax.ShapeDtypeStruct(start.shape, F32)), extra, unused=("qg", "p"))
     return final[..., value:], final[..., :value]
 
 

@@ -23,8 +23,8 @@ SLAB = 64
 """Channels that one register array holds, and columns of the state per warpgroup."""
 LOG2E = math.log2(math.e)
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True)
-"""No scratch for sums over rows (see `column_sums`): with it they would compile, and race. No barriers around every store: a warp reads its own
-rows of what it wrote, and whoever reads other warps' rows comes after a `commit_smem`."""
+"""No scratch for sums over rows: with it they would compile, and race (`mosaic_gpu_lanes.sum_rows` makes them). No barriers around every store: a
+warp reads its own rows of what it wrote, and whoever reads other warps' rows comes after a `commit_smem`."""
 WGMMA = plgpu.Layout.WGMMA
 ROWS, COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
 """Layouts of a vector with one entry per row, per column of a register array."""

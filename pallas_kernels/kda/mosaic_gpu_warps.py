@@ -1,4 +1,4 @@
-"""Products that the warps of a warpgroup make each for itself in KDA's Hopper kernels: gradients through the scores, the chunk's triangular inverse.
+"""Products that the warps of a warpgroup make each for itself in KDA's Hopper kernels: scores, gradients through them, the chunk's inverse.
 
 Why, and in which terms: see `mosaic_gpu_lanes.py`.
 """

@@ -24,7 +24,7 @@ def triangular():
 
 
 def run(body, *arguments, out=SQUARE, **scratch):
-    """body(values, scratch) -> values, in one warpgroup; the same body on values in numpy's place."""
+    """body(register arrays, scratch) -> a register array, run by one warpgroup on `arguments`."""
     names = tuple(scratch)
 
     def kernel(*refs):
