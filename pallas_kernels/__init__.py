@@ -1,11 +1,14 @@
-"""Operators for ultra-long-context sparse models: Kimi Delta Attention and the grouped MoE matmul. Imports jax only.
+"""Operators for ultra-long-context sparse models: Kimi Delta Attention, causal attention and the grouped MoE matmul. Imports jax only.
 
     from pallas_kernels import kda
     o, final_state = kda(q, k, v, g, beta, lower_bound=-5.0)     # [B, T, H, D], token-first
 """
+from pallas_kernels.attention.api import attention, chosen_attention
+from pallas_kernels.attention.visible import first_visible
 from pallas_kernels.dispatch import UnsupportedError, kernel_report, use_implementation
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.kda.api import kda, kda_segment, kda_step
 from pallas_kernels.kda.documents import document_runs
 
-__all__ = ["UnsupportedError", "document_runs", "grouped_matmul", "kda", "kda_segment", "kda_step", "kernel_report", "use_implementation"]
+__all__ = ["UnsupportedError", "attention", "chosen_attention", "document_runs", "first_visible", "grouped_matmul", "kda", "kda_segment", "kda_step",
+           "kernel_report", "use_implementation"]

@@ -66,12 +66,14 @@ class KDA(nn.Module):
         beta = linear(config, kda.num_heads, "b_proj")(x).astype(float_dtype(config))
         keywords = dict(gate=kda.gate, a_log=a_log, dt_bias=dt_bias, lower_bound=kda.lower_bound if kda.gate == "bounded" else None,
                         beta_logits=True, qk_l2norm=True, implementation=config.implementation)
+        # What a layer that is recomputed keeps lives no longer than its own backward pass.
+        residuals = "recompute" if config.remat == "none" else "save"
         q, k, v, g = (y.reshape(heads) for y in (q, k, v, g))
         if cache is None:
-            o = sharded_kda(q, k, v, g, beta, runs=runs, **keywords)
+            o = sharded_kda(q, k, v, g, beta, runs=runs, residuals=residuals, **keywords)
         elif isinstance(cache, KDACarry):
             goes_on = jnp.bool_(True) if runs is None else ((runs[:, 0] == cache.runs[:, -1]) & (runs[:, 0] > 0))[:, None, None, None]
-            o, state = sharded_kda(q, k, v, g, beta, runs=runs, initial_state=jnp.where(goes_on, cache.state, 0), **keywords)
+            o, state = sharded_kda(q, k, v, g, beta, runs=runs, initial_state=jnp.where(goes_on, cache.state, 0), residuals=residuals, **keywords)
         elif tokens == 1 and runs is None:
             o, state = pallas_kernels.kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], cache.state, **keywords)
             o = o[:, None]

@@ -1,7 +1,8 @@
-"""Causal attention on latents, keys and values expanded a chunk at a time: nothing of size T x T or T x heads of keys is ever held.
+"""Causal attention on latents: with the kernels of `pallas_kernels.attention` on keys and values expanded from them, elsewhere expanding a chunk at a time.
 
-The online softmax of FlashAttention (Dao, 2023, arXiv 2307.08691) in plain JAX, forwards and backwards: pairs of chunks, keys in the outer loop so that each
-key is expanded once. A pair of chunks that causality or documents keep apart is passed over.
+In the second form nothing of size T x T or T x heads of keys is ever held: the online softmax of FlashAttention (Dao, 2023, arXiv 2307.08691) in plain JAX,
+forwards and backwards, over pairs of chunks with the keys in the outer loop, so that each key is expanded once. A pair of chunks that causality or documents
+keep apart is passed over.
 """
 import functools
 from typing import NamedTuple
@@ -9,8 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from longmoe.parallel.context import NONE_YET
 from longmoe.shapes import Array, Float, Int
+from pallas_kernels.dispatch import Implementation
 
 QUERY_CHUNK = 1024
 KEY_CHUNK = 1024
@@ -52,17 +55,24 @@ def expand(latent: Float[Array, "B S R"], kv_b: Float[Array, "Z H N"], key_dim: 
 
 def latent_attention(q: Float[Array, "B T H D"], latent: Float[Array, "B S R"], kv_b: Float[Array, "Z H N"], runs: Int[Array, "B T"] | None,
                      key_runs: Int[Array, "B S"] | None, start: Int[Array, ""] | int, *, scale: float, precision: jax.lax.Precision | None = None,
-                     query_chunk: int = QUERY_CHUNK, key_chunk: int = KEY_CHUNK,
-                     return_max_logits: bool = False) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
-    """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head); both float32.
+                     query_chunk: int = QUERY_CHUNK, key_chunk: int = KEY_CHUNK, return_max_logits: bool = False,
+                     implementation: Implementation = "auto") -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
+    """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head); the first in float32 or, from the
+    kernels, in q's dtype.
 
     latent: those of S tokens (`expand`); query 0 is token `start` of them. runs, key_runs: document of each query and of each latent in one numbering,
     ascending along a row but for 0 = padding (output 0); None: one document a row. The largest logits are over the pairs that the softmax sees, carry no
     gradient, and are float32's lowest number where there is no pair. Differentiable in q, latent and kv_b.
     """
-    plan = Plan(scale, precision, min(query_chunk, q.shape[1]), min(key_chunk, latent.shape[1]))
     one_document = lambda x: jnp.ones(x.shape[:2], jnp.int32)
     runs, key_runs = (one_document(x) if given is None else given for x, given in ((q, runs), (latent, key_runs)))
+    value_dim = kv_b.shape[-1] - q.shape[-1] + latent.shape[-1] - kv_b.shape[0]
+    if pallas_kernels.chosen_attention(q, q.shape[-1], value_dim, implementation) == "mosaic_gpu":
+        k, v = expand(latent, kv_b, q.shape[-1], precision)
+        first = jax.lax.dynamic_slice_in_dim(pallas_kernels.first_visible(key_runs), start, q.shape[1], axis=1)
+        o, largest = pallas_kernels.attention(q, k, v, first=first, start=start, scale=scale, implementation=implementation)
+        return o, largest if return_max_logits else None
+    plan = Plan(scale, precision, min(query_chunk, q.shape[1]), min(key_chunk, latent.shape[1]))
     o, largest = _attention(plan, q, latent, kv_b, runs, key_runs, jnp.asarray(start, jnp.int32))
     return o, jax.lax.stop_gradient(largest) if return_max_logits else None
 

@@ -5,6 +5,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from longmoe.configs import ModelConfig
 from longmoe.model.cache import LatentRow, MLACache, append_latents
 from longmoe.model.latent_attention import expand, latent_attention
@@ -12,37 +13,23 @@ from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
 from longmoe.parallel.context import sharded_attention
 from longmoe.parallel.mesh import axis_size, is_distributed
 from longmoe.shapes import Array, Float, Hidden, Int
+from pallas_kernels.attention.xla import masked_softmax
+from pallas_kernels.dispatch import Implementation
 
 WHOLE_ROWS = 1024
 """Rows of up to so many tokens have all their scores at one time; longer ones go chunk by chunk (`latent_attention`)."""
 
 
 def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], scale: float,
-                     runs: Int[Array, "B T"] | None = None, precision: jax.lax.Precision | None = None,
-                     return_max_logits: bool = False) -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
-    """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head); both float32.
+                     runs: Int[Array, "B T"] | None = None, precision: jax.lax.Precision | None = None, return_max_logits: bool = False,
+                     implementation: Implementation = "auto") -> tuple[Float[Array, "B T H Dv"], Float[Array, "H"] | None]:
+    """(softmax(scale q k^T) v over earlier tokens of the same document, None or the largest scale q k^T of each head), as `pallas_kernels.attention`.
 
-    runs: document of each token, 0 = padding (output 0). The largest logits are over the pairs that the softmax sees, carry no gradient, and are
-    float32's lowest number where there is no pair.
+    runs: document of each token, 0 = padding (output 0).
     """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide, precision=precision) * scale
-    positions = jnp.arange(q.shape[1])
-    mask = (positions <= positions[:, None])[None]
-    if runs is not None:
-        mask = mask & (runs[:, :, None] == runs[:, None, :]) & (runs > 0)[:, None, :]
-    weights, largest = _masked_softmax(scores, mask[:, None])
-    out = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(v.dtype), v, preferred_element_type=wide, precision=precision)
-    return out, jnp.max(largest, axis=(0, 2, 3)) if return_max_logits else None
-
-
-def _masked_softmax(scores: Array, mask: Array) -> tuple[Array, Array]:
-    """(softmax over the last axis where mask holds, its largest score [..., 1] without gradient); a row that nothing is open to gives zeros."""
-    scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True))
-    weights = jnp.where(mask, jnp.exp(scores - largest), 0)
-    total = jnp.sum(weights, -1, keepdims=True)
-    return weights / jnp.where(total > 0, total, 1), largest
+    first = None if runs is None else pallas_kernels.first_visible(runs)
+    o, largest = pallas_kernels.attention(q, k, v, first=first, scale=scale, precision=precision, implementation=implementation)
+    return o, largest if return_max_logits else None
 
 
 def rotate(x: Float[Array, "B T *heads R"], positions: Int[Array, "B T"], theta: float) -> Float[Array, "B T *heads R"]:
@@ -114,15 +101,15 @@ class MLA(nn.Module):
     def _over_latents(self, q: Array, latent: Array, kv_b: Array, runs: Array | None, scale: float,
                       row: LatentRow | None) -> tuple[Array, Array | None]:
         """Attention of a pass without cache. The keys and values of a long row are never held whole, nor those of one that devices share out."""
-        high, asked = precision(self.config), self.return_max_logits
+        high, common = precision(self.config), dict(return_max_logits=self.return_max_logits, implementation=self.config.implementation)
+        attention = functools.partial(latent_attention, scale=scale, precision=high, **common)
         if row is not None:
-            return latent_attention(q, row.latent, kv_b, runs, row.runs, row.start, scale=scale, precision=high, return_max_logits=asked)
+            return attention(q, row.latent, kv_b, runs, row.runs, row.start)
         if axis_size("context") > 1 or q.shape[1] > WHOLE_ROWS:
-            attention = functools.partial(latent_attention, scale=scale, precision=high, return_max_logits=asked)
             # On each shard by itself: chunks that cannot meet are passed over without asking other devices.
             return sharded_attention(attention, q, latent, kv_b, runs) if is_distributed() else attention(q, latent, kv_b, runs, runs, 0)
         keys, values = expand(latent, kv_b, q.shape[-1], high)
-        return causal_attention(q, keys, values, scale, runs, high, return_max_logits=asked)
+        return causal_attention(q, keys, values, scale, runs, high, **common)
 
     def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array | None, scale: float) -> Array:
         """Attention on the latents themselves: keys' and values' expansions are folded into the query and the output."""
@@ -134,6 +121,6 @@ class MLA(nn.Module):
         counts = jnp.arange(1, q.shape[1] + 1)[None] if valid is None else jnp.cumsum(valid, axis=1)
         seen = start[:, None] + counts                                  # tokens of the row up to and with each query
         mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
-        weights = _masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
+        weights = masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
         mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
         return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)

@@ -1,4 +1,5 @@
 """The train state: everything that a step reads and writes, and how it lies on a mesh."""
+import dataclasses
 from typing import Any
 
 import jax
@@ -28,7 +29,8 @@ class TrainState:
 
 def _init(cfg: TrainConfig, key: Array) -> TrainState:
     init_key, run_key = jax.random.split(key)
-    variables = LongMoE(cfg.model).init(init_key, jnp.zeros((1, 8), jnp.int32))
+    # Only the parameters are wanted of this pass: lowering kernels for it would take longer than all the rest.
+    variables = LongMoE(dataclasses.replace(cfg.model, implementation="xla")).init(init_key, jnp.zeros((1, 8), jnp.int32))
     params = variables["params"]
     return TrainState(step=jnp.zeros((), jnp.int32), params=params, router_state=variables.get("router_state", {}),
                       opt_state=make_optimizer(cfg.optim, cfg.model).init(params), rng=run_key)

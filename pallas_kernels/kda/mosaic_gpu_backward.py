@@ -379,7 +379,10 @@ def backward(config: Config, x: Inputs, kept: Kept, do: Float[Array, "B T H V"],
     batch, heads, length = x.beta.shape
     parts = kept.states.shape[0] // batch
     x, do = cut(x, parts), do.reshape(batch * parts, length // parts, *do.shape[2:])
-    prepared = prepare(config, x) if kept.prepared is None else kept.prepared
+    if (prepared := kept.prepared) is None:
+        # Without the barrier XLA would find the forward pass's call equal and keep its results until here.
+        x, do = lax.optimization_barrier((x, do))
+        prepared = prepare(config, x)
     if parts > 1:
         added, = reverse(config, prepared, do, jnp.zeros((batch * parts, *dfinal.shape[1:])), save=False)
         dfinal, dinitial = chain(kept.transition, added, dfinal, parts, reverse=True)
