@@ -1,4 +1,7 @@
 """Small parts shared by the layers: linear maps, RMSNorm, gated activations, the dense feed-forward, the short causal convolution."""
+import functools
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -85,10 +88,42 @@ def swiglu(gate: Array, linear: Array) -> Array:
 
 
 def gated_activation(config: ModelConfig, gate: Array, linear: Array) -> Array:
-    """The model's gated activation of two branches of one shape."""
-    if config.activation == "situ":
-        return situ_glu(gate, linear, config.situ_beta, config.situ_linear_beta)
-    return swiglu(gate, linear)
+    """The model's gated activation of two branches of one shape. Its backward pass keeps the branches alone."""
+    return _gated(_Activation.of(config), (gate, linear))
+
+
+def gated_halves(config: ModelConfig, both: Float[Array, "... 2F"]) -> Float[Array, "... F"]:
+    """`gated_activation` of the two halves of the last axis: the gate, then the linear branch."""
+    return _gated(_Activation.of(config), (both,))
+
+
+class _Activation(NamedTuple):
+    """Which gated activation: static facts."""
+    kind: str
+    beta: float
+    linear_beta: float | None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "_Activation":
+        return cls(config.activation, config.situ_beta, config.situ_linear_beta)
+
+    def __call__(self, branches: tuple[Array, ...]) -> Array:
+        gate, linear = jnp.split(branches[0], 2, axis=-1) if len(branches) == 1 else branches
+        return situ_glu(gate, linear, self.beta, self.linear_beta) if self.kind == "situ" else swiglu(gate, linear)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(activation: _Activation, branches: tuple[Array, ...]) -> Array:
+    return activation(branches)
+
+
+def _gated_bwd(activation: _Activation, branches: tuple[Array, ...], gradient: Array) -> tuple[tuple[Array, ...]]:
+    # Behind the barrier XLA computes the float32 insides again where it would otherwise write them out in the forward pass.
+    branches, gradient = jax.lax.optimization_barrier((branches, gradient))
+    return jax.vjp(activation, branches)[1](gradient)
+
+
+_gated.defvjp(lambda activation, branches: (activation(branches), branches), _gated_bwd)
 
 
 class FeedForward(nn.Module):
@@ -101,6 +136,43 @@ class FeedForward(nn.Module):
         gate = linear(self.config, self.hidden_dim, "gate_proj")(x)
         up = linear(self.config, self.hidden_dim, "up_proj")(x)
         return linear(self.config, x.shape[-1], "down_proj")(gated_activation(self.config, gate, up))
+
+
+@jax.custom_vjp
+def wide_matmul(x: Float[Array, "... D"], kernel: Float[Array, "D E"]) -> Float[Array, "... E"]:
+    """x [bfloat16] times kernel [float32] as exact as a float32 product, in bfloat16 products of a split kernel: tensor cores instead of float32 arithmetic.
+
+    Its gradient of the kernel is as exact; that of x, which is rounded to bfloat16, is to 16 bits.
+    """
+    return _sum_of_parts(jnp.matmul(x, _split(kernel, 3), preferred_element_type=jnp.float32), 3)
+
+
+def _split(x: Array, count: int) -> Array:
+    """float32 [.., E] -> bfloat16 [.., count E], whose parts add up to x to 8 bits each."""
+    parts = []
+    for _ in range(count):
+        # A conversion to bfloat16 and back is one that XLA may leave out.
+        parts.append(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+        x = x - parts[-1]
+    return jnp.concatenate(parts, axis=-1).astype(jnp.bfloat16)
+
+
+def _sum_of_parts(x: Array, count: int) -> Array:
+    """The smallest first."""
+    return sum(reversed(jnp.split(x, count, axis=-1)))
+
+
+def _wide_matmul_bwd(residuals: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    x, kernel = residuals
+    high, low = jnp.split(_split(gradient, 2), 2, axis=-1)
+    kernel_high, kernel_low = jnp.split(_split(kernel, 2), 2, axis=-1)
+    dx = jnp.matmul(jnp.concatenate([high, low, high], -1), jnp.concatenate([kernel_high, kernel_high, kernel_low], -1).T)
+    rows = x.reshape(-1, x.shape[-1])
+    dkernel = jnp.matmul(rows.T, _split(gradient, 3).reshape(rows.shape[0], -1), preferred_element_type=jnp.float32)
+    return dx, _sum_of_parts(dkernel, 3)
+
+
+wide_matmul.defvjp(lambda x, kernel: (wide_matmul(x, kernel), (x, kernel)), _wide_matmul_bwd)
 
 
 def causal_conv(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"] | None = None,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from longmoe.balancing import balancers
 from longmoe.configs import ModelConfig
-from longmoe.model.layers import FeedForward, RMSNorm, gated_activation, linear
+from longmoe.model.layers import FeedForward, RMSNorm, gated_halves, linear
 from longmoe.model.router import Router
 from longmoe.parallel.experts import over_experts
 from longmoe.shapes import Array, Float, Hidden, Int
@@ -54,7 +54,7 @@ def apply_experts(config: ModelConfig, rows: Float[Array, "N Z"], expert_ids: In
     sorted_rows = permute(rows, order, inverse)
     hidden = pallas_kernels.grouped_matmul(sorted_rows, gate_up.reshape(experts, -1, 2 * hidden_dim).astype(rows.dtype), group_sizes,
                                            implementation=config.implementation)
-    hidden = gated_activation(config, hidden[:, :hidden_dim], hidden[:, hidden_dim:])
+    hidden = gated_halves(config, hidden)
     out = pallas_kernels.grouped_matmul(hidden, down.astype(rows.dtype), group_sizes, implementation=config.implementation)
     copies = unpermute(out, order, inverse).reshape(*expert_ids.shape, -1)
     return jnp.sum(combine_weights[..., None] * copies.astype(combine_weights.dtype), axis=1)

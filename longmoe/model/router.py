@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from longmoe.balancing import auxiliary, balancers
 from longmoe.configs import ModelConfig
-from longmoe.model.layers import float_dtype
+from longmoe.model.layers import float_dtype, wide_matmul
 from longmoe.parallel.experts import over_tokens
 from longmoe.shapes import Array, Float, Hidden, Int
 
@@ -37,7 +37,10 @@ class Router(nn.Module):
         kernel = self.param("kernel", nn.initializers.normal(config.init_std), (x.shape[-1], moe.num_experts), jnp.dtype(config.param_dtype))
         bias = jax.lax.stop_gradient(self.variable("router_state", "expert_bias", jnp.zeros, (moe.num_experts,), jnp.float32).value)
         # A near tie that flips between the forward pass and its recomputation would send a token to another expert: full float32, and the ids are saved.
-        logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
+        if x.dtype == jnp.bfloat16:
+            logits = wide_matmul(x, kernel.astype(dtype))
+        else:
+            logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.sigmoid(logits)
         valid = jnp.ones(x.shape[:2], bool) if runs is None else runs > 0
         count = lambda scores, valid, bias: balancers.route(moe, scores, bias, valid)

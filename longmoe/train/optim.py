@@ -62,18 +62,23 @@ def make_optimizer(optim: OptimConfig, model: ModelConfig) -> optax.GradientTran
 def _muon(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformation:
     """optax's Muon on each parameter's matrices, its update scaled to a root mean square of muon_rms.
 
-    The momentum is kept in the parameter's own shape, and so lies on the mesh like the parameter; matrices are cut out of it for the update only.
+    The momentum is float32 and kept in the parameter's own shape, and so lies on the mesh like the parameter; matrices are cut out of it for the update only.
+    They are made orthogonal in the model's dtype, as Jordan et al. do.
     """
     inner = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=optim.muon_momentum, weight_dimension_numbers=_dimension_numbers)
-
-    def cut(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, x: _cut(optim, model, path_name(path), x), tree)
+    # Without momentum of its own: only the orthogonal matrices are wanted of it.
+    orthogonal = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=0.0, nesterov=False, weight_dimension_numbers=_dimension_numbers)
+    float_dtype = jnp.promote_types(model.dtype, jnp.float32)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        parts, new = inner.update(cut(updates), state._replace(mu=cut(state.mu)))
-        parts = jax.tree.map(lambda u, axes: u * (optim.muon_rms * _longer_side(u, axes) ** 0.5), parts, _dimension_numbers(parts))
-        join = lambda tree: jax.tree.map(_join, updates, tree)
-        return join(parts), new._replace(mu=join(new.mu))
+        count, beta = state.count + 1, optim.muon_momentum
+        mu = optax.tree.update_moment(updates, state.mu, beta, 1)
+        ahead = optax.tree.bias_correction(mu, beta, count + 1), optax.tree.bias_correction(updates, beta, count)
+        momentum = jax.tree.map(lambda mu, gradient: (beta * mu + (1 - beta) * gradient).astype(model.dtype), *ahead)
+        parts = jax.tree_util.tree_map_with_path(lambda path, x: _cut(optim, model, path_name(path), x), momentum)
+        parts, _ = orthogonal.update(parts, orthogonal.init(parts))
+        parts = jax.tree.map(lambda u, axes: u.astype(float_dtype) * (optim.muon_rms * _longer_side(u, axes) ** 0.5), parts, _dimension_numbers(parts))
+        return jax.tree.map(_join, updates, parts), state._replace(count=count, mu=mu)
 
     return optax.GradientTransformation(inner.init, update)
 

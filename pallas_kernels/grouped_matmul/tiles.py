@@ -73,15 +73,15 @@ class WeightTiles(Tiles):
 
 
 TABLE: dict[tuple[str, Operation, int, int, int], RowTiles | WeightTiles] = {
-    ("NVIDIA H200", "forward", 12, 1024, 1024): RowTiles(cluster_along="rows", band=8),
-    ("NVIDIA H200", "dlhs", 12, 1024, 1024): RowTiles(cluster_along="rows", band=8),
-    ("NVIDIA H200", "drhs", 12, 1024, 1024): WeightTiles(band=16),
-    ("NVIDIA H200", "forward", 10, 3584, 6144): RowTiles(rows=64, split="cols", stages=5, out_slots=1, band=32),
+    ("NVIDIA H200", "forward", 12, 1024, 1024): RowTiles(stages=3, out_slots=4),
+    ("NVIDIA H200", "dlhs", 12, 1024, 1024): RowTiles(stages=3, out_slots=4, cluster_along="rows", band=4),
+    ("NVIDIA H200", "drhs", 12, 1024, 1024): WeightTiles(),
+    ("NVIDIA H200", "forward", 10, 3584, 6144): RowTiles(rows=64, split="cols", band=32),
     ("NVIDIA H200", "dlhs", 10, 3584, 6144): RowTiles(stages=3, out_slots=4),
-    ("NVIDIA H200", "drhs", 10, 3584, 6144): WeightTiles(lag=1),
-    ("NVIDIA H200", "forward", 8, 2048, 1024): RowTiles(stages=3, out_slots=4),
-    ("NVIDIA H200", "dlhs", 8, 2048, 1024): RowTiles(stages=3, out_slots=4),
-    ("NVIDIA H200", "drhs", 8, 2048, 1024): WeightTiles(),
+    ("NVIDIA H200", "drhs", 10, 3584, 6144): WeightTiles(cluster_along="rows", band=4),
+    ("NVIDIA H200", "forward", 8, 2048, 1024): RowTiles(stages=3, out_slots=4, cluster_along="cols"),
+    ("NVIDIA H200", "dlhs", 8, 2048, 1024): RowTiles(stages=3, out_slots=4, band=32),
+    ("NVIDIA H200", "drhs", 8, 2048, 1024): WeightTiles(cluster_along="rows", band=4),
 }
 """Measured choices (benchmarks/results/grouped_matmul_tiles.json):
 (device kind, operation, log2 of average rows a group, K, N as in lhs [M, K] and rhs [G, K, N]) -> tiles."""

@@ -2,8 +2,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from tiny_config import tiny_model
 
-from longmoe.model.layers import tanh
+from longmoe.model.layers import gated_activation, gated_halves, situ_glu, swiglu, tanh, wide_matmul
+from pallas_kernels.testing import rms_ratio
 
 
 def test_tanh_is_exact_to_the_last_places():
@@ -16,3 +19,40 @@ def test_tanh_is_exact_to_the_last_places():
     np.testing.assert_allclose(slope, 1 - want ** 2, atol=2e-7)
     ends = tanh(jnp.float32([np.inf, -np.inf, np.nan, 0.0, 60.0, -200.0]))
     np.testing.assert_array_equal(ends, np.float32([1, -1, np.nan, 0, 1, -1]))
+
+
+def test_wide_matmul_is_a_float32_product():
+    """Values and the kernel's gradient to float32's precision, at magnitudes far apart; that of x to bfloat16's."""
+    draw = np.random.default_rng(1)
+    x = jnp.asarray(draw.normal(size=(3, 50, 256)) * np.exp(draw.normal(size=256)), jnp.bfloat16)
+    kernel, gradient = np.float32(draw.normal(size=(256, 40)) * np.exp(2 * draw.normal(size=40))), np.float32(draw.normal(size=(3, 50, 40)))
+
+    @jax.jit
+    def run(x, kernel, gradient):
+        y, pull = jax.vjp(wide_matmul, x, kernel)
+        return y, *pull(gradient)
+
+    y, dx, dkernel = run(x, kernel, gradient)
+    assert (y.dtype, dx.dtype, dkernel.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    x, kernel, gradient = np.float64(np.float32(x)), np.float64(kernel), np.float64(gradient)
+    assert rms_ratio(y, x @ kernel) < 3e-7
+    assert rms_ratio(dkernel, np.einsum("btd,bte->de", x, gradient)) < 3e-7
+    assert rms_ratio(dx, gradient @ kernel.T) < 2e-3
+
+
+@pytest.mark.parametrize("activation", ["situ", "swiglu"])
+def test_gated_activation_is_the_plain_formula(activation):
+    """Of two branches and of halves of one array: the same values, and the formula's own gradients."""
+    config = tiny_model(activation=activation)
+    plain = {"situ": lambda gate, linear: situ_glu(gate, linear, config.situ_beta, config.situ_linear_beta), "swiglu": swiglu}[activation]
+    draw = np.random.default_rng(2)
+    both, weight = np.float32(draw.normal(size=(5, 8))), np.float32(draw.normal(size=(5, 4)))
+    forms = {"plain": lambda both: plain(*jnp.split(both, 2, axis=-1)), "branches": lambda both: gated_activation(config, *jnp.split(both, 2, axis=-1)),
+             "halves": lambda both: gated_halves(config, both)}
+    values, gradients = {}, {}
+    for name, form in forms.items():
+        values[name], pull = jax.vjp(form, both)
+        gradients[name], = pull(weight)
+    for name in ("branches", "halves"):
+        np.testing.assert_allclose(values[name], values["plain"], rtol=1e-6)
+        np.testing.assert_allclose(gradients[name], gradients["plain"], rtol=1e-5, atol=1e-7)
