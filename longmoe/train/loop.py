@@ -2,10 +2,12 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -87,10 +89,9 @@ def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int |
             log.info("this process ignores %s, as whatever started it asked: it will neither stop nor save the run", " and ".join(signals.ignored))
         with Checkpoints(paths.checkpoints, cfg.checkpoint) as checkpoints:
             mesh = make_mesh(cfg.mesh)
-            state, data_state = _begin(cfg, checkpoints, mesh, resume_from)
+            start, make_state, data_state = _begin(cfg, checkpoints, mesh, resume_from)
             # Whatever refuses the saved data does so before anything is dropped.
             loader = make_loader(cfg.data, seed=cfg.seed, state=data_state, vocab_size=cfg.model.vocab_size)
-            start = int(state.step)
             later = [step for step in checkpoints.steps() if step > start]
             if later:
                 log.info("resuming from step %d as asked: dropping the checkpoints of steps %s and the metrics of later steps", start, later)
@@ -98,22 +99,35 @@ def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int |
             write_run_json(paths, cfg, mesh)
             recorder = _Recorder(stage, paths, files, mesh.devices.flatten().tolist(), start)
             if start < stage.end:
-                state, data_state = _train(stage, recorder, checkpoints, signals, mesh, state, loader)
-            elif stage.end == cfg.steps:
-                ProgressDisplay(recorder.run_name, stage.end, start).note(f"step {start} of {cfg.steps} is done already; more steps go on from there")
+                state, data_state = _train(stage, recorder, checkpoints, signals, mesh, start, make_state, loader)
+            else:
+                state = make_state()
+                if stage.end == cfg.steps:
+                    ProgressDisplay(recorder.run_name, stage.end, start).note(f"step {start} of {cfg.steps} is done already; more steps go on from there")
             recorder.close()
     return Fitted(state, paths), data_state or {}
 
 
-def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh, resume_from: int | None) -> tuple[TrainState, dict[str, Any] | None]:
-    """(state, data state) that training goes on from."""
+def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh,
+           resume_from: int | None) -> tuple[int, Callable[[], TrainState], dict[str, Any] | None]:
+    """(step, a function that gives the state, data state) that training goes on from. A saved state is read here, whatever is wrong with it is said now."""
     steps = checkpoints.steps()
     if resume_from is None and not steps:
-        return init_train_state(cfg, mesh, jax.random.key(cfg.seed)), None
+        return 0, lambda: init_train_state(cfg, mesh, jax.random.key(cfg.seed)), None
     step = steps[-1] if resume_from is None else resume_from
-    restored = checkpoints.restore(step, abstract_train_state(cfg, mesh), cfg)
+    state, data_state = checkpoints.restore(step, abstract_train_state(cfg, mesh), cfg)
     logging.getLogger("longmoe").info("resumed at step %d", step)
-    return restored
+    return int(state.step), lambda: state, data_state
+
+
+def _compiled(cfg: TrainConfig, mesh: jax.sharding.Mesh, make_state: Callable[[], TrainState]) -> tuple[TrainState, jax.stages.Compiled]:
+    """The state, and the step: compiled while a first state is made, for either can take most of a minute on a GPU."""
+    shape = (cfg.data.batch_size, cfg.data.sequence_length)
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "loss_weights" else jnp.int32) for name in KEYS}
+    with ThreadPoolExecutor(1, thread_name_prefix="longmoe-state") as beside:
+        state = beside.submit(make_state)
+        step = make_train_step(cfg, mesh).lower(abstract_train_state(cfg, mesh), batch).compile()
+        return state.result(), step
 
 
 class _Pending(NamedTuple):
@@ -124,10 +138,11 @@ class _Pending(NamedTuple):
     source_ids: np.ndarray
 
 
-def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, state: TrainState,
+def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signals: StopSignals, mesh: jax.sharding.Mesh, start: int,
+           make_state: Callable[[], TrainState],
            loader: Iterator[tuple[dict[str, np.ndarray], dict[str, Any]]]) -> tuple[TrainState, dict[str, Any] | None]:
     """-> the state, and the data's position after its last step (None: no step was taken)."""
-    cfg, start, applied = stage.config, int(state.step), None
+    cfg, applied = stage.config, None
     with ProgressDisplay(recorder.run_name, stage.end, start) as progress, recorder.monitor:
         batch, data_state = next(loader)
         recorder.start(startup.before_compiling(cfg, mesh), progress)
@@ -135,7 +150,7 @@ def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signal
             progress.note(f"resumed at step {start}")
         progress.say("compiling")
         began = time.monotonic()
-        step_fn = make_train_step(cfg, mesh).lower(state, {name: batch[name] for name in KEYS}).compile()
+        state, step_fn = _compiled(cfg, mesh, make_state)
         recorder.start(startup.after_compiling(step_fn, time.monotonic() - began), progress)
         if signals.received:
             progress.note(f"{signals.received.name}: stopped before the first step, with nothing to save")

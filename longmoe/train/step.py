@@ -133,7 +133,12 @@ def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch
         new = jax.lax.with_sharding_constraint(new, state_shardings(mesh, new))
         return new, jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(mesh))
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+    """On GPUs dense products go to cuBLAS: XLA's own kernels for them are no faster here, and to choose one it compiles and times many for each product."""
+    return {"xla_gpu_enable_triton_gemm": False} if mesh.devices.flat[0].platform == "gpu" else None
 
 
 def _check_batch(cfg: TrainConfig, mesh: Mesh, batch: Batch) -> None:
