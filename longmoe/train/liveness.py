@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat2",
            "custom_vmap_call", "eval_jaxpr"}
 REMAT = {"checkpoint", "remat2"}
-VIEWS = {"reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "name", "stop_gradient", "copy", "copy_p", "pvary"}
+VIEWS = {"reshape", "squeeze", "expand_dims", "sharding_constraint", "name", "stop_gradient", "copy", "copy_p", "pvary"}
 CHEAP = {
     "add", "sub", "mul", "neg", "max", "min", "abs", "sign", "and", "or", "not", "xor", "eq", "ne", "lt", "le", "gt", "ge", "select_n", "square",
     "convert_element_type", "broadcast_in_dim", "transpose", "iota", "slice", "pad", "rev", "is_finite", "clamp", "floor", "ceil", "round", "dynamic_slice",
@@ -28,6 +28,8 @@ READERS = CHEAP | COSTLY | VIEWS | {
 IN_PLACE = {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
 """Operations that write into their first operand where nothing reads it afterwards."""
 LOOPS = {"scan", "while"}
+BARRIER = "optimization_barrier"
+"""Its operands are in memory, its results are they again, but operations on them are not those on the operands."""
 
 
 @dataclasses.dataclass
@@ -83,6 +85,9 @@ class Program:
             return self._seen[key]
         reads = tuple(at for atom, at in zip(eqn.invars, operands) if not isinstance(atom, Literal))
         writes = tuple(self.value(var.aval) for var in eqn.outvars)
+        if name == BARRIER:
+            for at in writes:
+                self.size[at] = 0
         self.ops.append(Op(name, reads, writes, _inner(eqn), _stacked(eqn, writes)))
         if key is not None:
             self._seen[key] = writes
@@ -132,7 +137,7 @@ def stored(program: Program, outputs: Iterable[int]) -> set[int]:
             readers.setdefault(at, []).append(op)
     kept, needed = set(), set(outputs)
     for op in reversed(program.ops):
-        for at in op.writes:
+        for at in op.writes if op.name != BARRIER else ():
             reading = readers.get(at, [])
             fusible = op.name in CHEAP | COSTLY and (len(reading) <= 1 or not op.reads)
             if at in needed or not fusible or any(reader.name not in READERS for reader in reading):
