@@ -77,8 +77,39 @@ def situ_glu(gate: Array, linear: Array, beta: float, linear_beta: float | None)
     """
     wide = jnp.promote_types(gate.dtype, jnp.float32)
     a, b = gate.astype(wide), linear.astype(wide)
+    if gate.dtype == jnp.bfloat16:
+        return _situ_one_division(beta, linear_beta, a, b).astype(gate.dtype)
     bounded = b if linear_beta is None else linear_beta * tanh(b / linear_beta)
     return (beta * tanh(a / beta) * jax.nn.sigmoid(a) * bounded).astype(gate.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _situ_one_division(beta: float, linear_beta: float | None, a: Array, b: Array) -> Array:
+    """SiTU-GLU good to 6e-8 beside its branches' sizes, which is plenty for bfloat16: this layer's time is arithmetic, most of it in divisions."""
+    bend, gate, bounded, _ = _situ_parts(beta, linear_beta, a, b)
+    return beta * bend * gate * bounded
+
+
+@_situ_one_division.defjvp
+def _situ_jvp(beta: float, linear_beta: float | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    bend, gate, bounded, slope = _situ_parts(beta, linear_beta, *primals)
+    by_gate = gate * bounded * (1 - bend * bend + beta * bend * (1 - gate))
+    return beta * bend * gate * bounded, by_gate * tangents[0] + beta * bend * gate * slope * tangents[1]
+
+
+def _situ_parts(beta: float, linear_beta: float | None, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
+    """tanh(a / beta), sigmoid(a), the bounded linear branch and its slope: fractions of exponentials with one common denominator.
+
+    Exponents end where the functions are constant in float32, so that the denominators' product stays in range.
+    """
+    u, w = jnp.exp(jnp.clip(2 / beta * a, -20, 20)), jnp.exp(jnp.clip(-a, -40, 40))
+    if linear_beta is None:
+        share = 1 / ((u + 1) * (1 + w))
+        return (u - 1) * (1 + w) * share, (u + 1) * share, b, jnp.ones_like(b)
+    z = jnp.exp(jnp.clip(2 / linear_beta * b, -20, 20))
+    share = 1 / ((u + 1) * (1 + w) * (z + 1))
+    bounded = (z - 1) * ((u + 1) * (1 + w)) * share
+    return (u - 1) * ((1 + w) * (z + 1)) * share, (u + 1) * (z + 1) * share, linear_beta * bounded, 1 - bounded * bounded
 
 
 def swiglu(gate: Array, linear: Array) -> Array:

@@ -22,10 +22,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import serialize_executable
 
 from pallas_kernels.bench import command, commit
 from pallas_kernels.bench import kda_gpu_checks as checks
+from pallas_kernels.bench.compiling import Programs
 from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_prepare, mosaic_gpu_tiles, specs
 from pallas_kernels.kda.api import kda_step
 from pallas_kernels.kda.chunk import CHUNK
@@ -124,27 +124,7 @@ def part_names(shape, train):
     return names if train else names[:names.index("recur") + 1]
 
 
-def compiled(what, implementation, shape):
-    """A program, serialized: in a process of its own, since lowering holds Python's lock."""
-    function, arguments = program(what, implementation, shape)
-    return serialize_executable.serialize(jax.jit(function).lower(*arguments).compile())
-
-
 # ---------------------------------------------------------------- timings
-
-
-class Programs:
-    """Programs that a pool compiles, ready to be called."""
-
-    def __init__(self, pool, jobs):
-        self._pending = {job: pool.submit(compiled, *job) for job in jobs}
-
-    def wait(self):
-        concurrent.futures.wait(self._pending.values())
-
-    def __getitem__(self, job):
-        """Of (what, implementation, shape). Raises what its compilation raised."""
-        return serialize_executable.deserialize_and_load(*self._pending[job].result())
 
 
 def time_program(programs, what, implementation, shape):
@@ -229,7 +209,7 @@ def run(options, arguments, pool):
     decode = [(what, implementation, None) for implementation in implementations for what in ("step", "copy")]
     long = [(what, "mosaic_gpu", shape) for what, both in LONG.items() for shape in both] if options.long else []
     checked = submit_checks(pool, implementations, options.long) if options.accuracy else {}
-    programs = Programs(pool, [*timed, *decode, *long])
+    programs = Programs(pool, program, [*timed, *decode, *long])
     for name, future in checked.items():
         report.add(name, future.result)
     programs.wait()

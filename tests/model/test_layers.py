@@ -56,3 +56,25 @@ def test_gated_activation_is_the_plain_formula(activation):
     for name in ("branches", "halves"):
         np.testing.assert_allclose(values[name], values["plain"], rtol=1e-6)
         np.testing.assert_allclose(gradients[name], gradients["plain"], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("linear_beta", [None, 3.0])
+def test_situ_of_bfloat16_is_exact_to_its_rounding(linear_beta):
+    """Values and both gradients in the form with one division, against float64 at the same inputs, tiny and huge ones among them."""
+    draw = np.random.default_rng(3)
+    sizes = np.repeat([1e-3, 0.1, 1, 10, 100, 1e4], 500)
+    a, b = (jnp.asarray(draw.normal(size=sizes.size) * draw.permutation(sizes), jnp.bfloat16) for _ in range(2))
+
+    @jax.jit
+    def run(a, b):
+        y, pull = jax.vjp(lambda a, b: situ_glu(a, b, 4.0, linear_beta), a, b)
+        return y, *pull(jnp.ones_like(y))
+
+    got = [np.float64(np.float32(x)) for x in run(a, b)]
+    a, b = np.float64(np.float32(a)), np.float64(np.float32(b))
+    gate, bend = 1 / (1 + np.exp(-a)), np.tanh(a / 4)
+    bounded, slope = (b, 1.0) if linear_beta is None else (3 * np.tanh(b / 3), 1 - np.tanh(b / 3) ** 2)
+    want = 4 * bend * gate * bounded, gate * bounded * (1 - bend ** 2 + 4 * bend * (1 - gate)), 4 * bend * gate * slope
+    for g, w in zip(got, want):
+        assert np.all(np.isfinite(g))
+        np.testing.assert_allclose(g, w, rtol=2 ** -7, atol=1e-5 * (1 if linear_beta else 1e4))
