@@ -133,12 +133,21 @@ def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch
         new = jax.lax.with_sharding_constraint(new, state_shardings(mesh, new))
         return new, jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(mesh))
+    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(cfg, mesh))
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, Any] | None:
-    """On GPUs dense products go to cuBLAS: XLA's own kernels for them are no faster here, and to choose one it compiles and times many for each product."""
-    return {"xla_gpu_enable_triton_gemm": False} if mesh.devices.flat[0].platform == "gpu" else None
+def _compiler_options(cfg: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """For GPUs. Dense products go to cuBLAS: XLA's own kernels for them are no faster here, and to choose one it compiles and times many for each product.
+
+    Where rows are cut into pieces, the results of every loop over them begin as copies of one array of zeros, and copy_fusion would make all of those at once,
+    before the first loop: at a million tokens a hundred gigabytes that are held from then on.
+    """
+    if mesh.devices.flat[0].platform != "gpu":
+        return None
+    options: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+    if cfg.model.token_chunk is not None and cfg.data.sequence_length > cfg.model.token_chunk:
+        options["xla_disable_hlo_passes"] = "copy_fusion"
+    return options
 
 
 def _check_batch(cfg: TrainConfig, mesh: Mesh, batch: Batch) -> None:
