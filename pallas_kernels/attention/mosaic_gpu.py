@@ -164,7 +164,7 @@ def barriers(stages: int, names: tuple[str, ...], arrivals: int = 1) -> dict[str
 # ---------------------------------------------------------------- queries against keys
 
 
-def _query_block(r: dict, tile: Array, wg: Array) -> tuple[Array, Array, Any]:
+def _query_block(tile: Array, wg: Array) -> tuple[Array, Array, Any]:
     """Batch, head, and rows of this warpgroup, of the block's tile of queries."""
     return lax.axis_index("batch"), lax.axis_index("head"), pl.ds(tile * BLOCK + wg * ROWS, ROWS)
 
@@ -183,14 +183,14 @@ def _masked_scores(r: dict, config: Config, wg: Array, first_row: Array, key_til
     return jnp.where(_seen(r, wg, first_row, key_tile), scores, LOWEST) if masked else scores
 
 
-def _queries_against_keys(config: Config, names: tuple[str, ...], stages: int, compute: Any, *refs: Any) -> None:
+def _queries_against_keys(names: tuple[str, ...], stages: int, compute: Any, *refs: Any) -> None:
     """Body of a kernel whose blocks are queries: compute(r, tile, turns, wg) in the compute warpgroups."""
     r = dict(zip(names, refs))
     wg, tile = lax.axis_index("wg"), r["first_in"].shape[1] // BLOCK - 1 - lax.axis_index("tile")
     turns = Turns.of(r["ranges_in"], lax.axis_index("batch"), tile)
 
     def memory():
-        b, h, _ = _query_block(r, tile, wg)
+        b, h, _ = _query_block(tile, wg)
 
         def copies(key_tile, slot):
             rows = pl.ds(key_tile * r["k"].shape[1], r["k"].shape[1])
@@ -204,7 +204,7 @@ def _queries_against_keys(config: Config, names: tuple[str, ...], stages: int, c
 
 
 def _forward_block(config: Config, stages: int, r: dict, tile: Array, turns: Turns, wg: Array) -> None:
-    b, h, rows = _query_block(r, tile, wg)
+    b, h, rows = _query_block(tile, wg)
     keys, value = r["v"].shape[1:]
     plgpu.copy_gmem_to_smem(r["q_in"].at[b, rows, h], r["q"].at[wg], r["own"].at[wg])
     plgpu.copy_gmem_to_smem(r["first_in"].at[b, rows], r["first"].at[wg], r["own"].at[wg])
@@ -236,7 +236,7 @@ def _forward_block(config: Config, stages: int, r: dict, tile: Array, turns: Tur
 
 
 def _query_gradient_block(config: Config, stages: int, r: dict, tile: Array, turns: Turns, wg: Array) -> None:
-    b, h, rows = _query_block(r, tile, wg)
+    b, h, rows = _query_block(tile, wg)
     for name in ("q", "do"):
         plgpu.copy_gmem_to_smem(r[f"{name}_in"].at[b, rows, h], r[name].at[wg], r["own"].at[wg])
     plgpu.copy_gmem_to_smem(r["first_in"].at[b, rows], r["first"].at[wg], r["own"].at[wg])
@@ -351,10 +351,11 @@ def forward(config: Config, q: Float[Array, "B T H D"], k: Float[Array, "B S H D
     (batch, length, heads, key), value, dtype = q.shape, v.shape[-1], q.dtype
     keys = keys_of_turn(key, value)
     stages = stages_for(keys, key, value)
-    inputs = dict(ranges_in=_stacked(key_ranges(first, start[0], BLOCK, keys)), start_in=start, first_in=first, q_in=q, k_in=k, v_in=v)
+    ranges = key_ranges(first, start[0], BLOCK, keys, k.shape[1] // keys)
+    inputs = dict(ranges_in=_stacked(ranges), start_in=start, first_in=first, q_in=q, k_in=k, v_in=v)
     scalars = jax.ShapeDtypeStruct((batch, heads, length), F32)
     outputs = dict(o_out=jax.ShapeDtypeStruct((batch, length, heads, value), dtype), log_sum_out=scalars, largest_out=scalars)
-    body = lambda names, *refs: _queries_against_keys(config, names, stages, functools.partial(_forward_block, config, stages), *refs)
+    body = lambda names, *refs: _queries_against_keys(names, stages, functools.partial(_forward_block, config, stages), *refs)
     return tuple(_call(config, body, inputs, outputs, _own(key, value, dtype, False, keys, stages), length // BLOCK, "attention_forward"))
 
 
@@ -365,9 +366,10 @@ def query_gradient(config: Config, q: Array, k: Array, v: Array, first: Array, s
     (_, length, _, key), value, dtype = q.shape, v.shape[-1], q.dtype
     keys = keys_of_turn(key, value)
     stages = stages_for(keys, key, value)
-    inputs = dict(ranges_in=_stacked(key_ranges(first, start[0], BLOCK, keys)), start_in=start, first_in=first, q_in=q, k_in=k, v_in=v, do_in=do,
+    ranges = key_ranges(first, start[0], BLOCK, keys, k.shape[1] // keys)
+    inputs = dict(ranges_in=_stacked(ranges), start_in=start, first_in=first, q_in=q, k_in=k, v_in=v, do_in=do,
                   log_sum_in=log_sum, delta_in=delta)
-    body = lambda names, *refs: _queries_against_keys(config, names, stages, functools.partial(_query_gradient_block, config, stages), *refs)
+    body = lambda names, *refs: _queries_against_keys(names, stages, functools.partial(_query_gradient_block, config, stages), *refs)
     outputs = dict(dq_out=jax.ShapeDtypeStruct(q.shape, dtype))
     return _call(config, body, inputs, outputs, _own(key, value, dtype, True, keys, stages), length // BLOCK, "attention_query_gradient")[0]
 

@@ -25,11 +25,11 @@ def first_visible(runs: Int[Array, "B S"]) -> Int[Array, "B S"]:
     return jnp.where(runs > 0, begins, positions + 1)
 
 
-def key_ranges(first: Int[Array, "B T"], start: Int[Array, ""], rows: int, keys: int) -> Ranges:
-    """Tiles of `keys` keys that each tile of `rows` queries meets. first never falls along a row; query t is token start + t; rows divides T."""
+def key_ranges(first: Int[Array, "B T"], start: Int[Array, ""], rows: int, keys: int, tiles: int) -> Ranges:
+    """Which of `tiles` tiles of `keys` keys each tile of `rows` queries meets. first never falls along a row, query t is token start + t, rows divides T."""
     low, high = first[:, ::rows], first[:, rows - 1::rows]
     tile = start + rows * jnp.arange(low.shape[1])
-    end = (tile + rows - 1) // keys + 1
+    end = jnp.minimum((tile + rows - 1) // keys + 1, tiles)
     begin = jnp.minimum(low // keys, end)
     # The last query is the last to see a key from the left, the first query the last to see one from the right.
     inner_end = jnp.clip((tile + 1) // keys, begin, end)

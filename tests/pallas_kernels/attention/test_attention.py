@@ -67,7 +67,7 @@ def test_ranges_are_the_tiles_that_meet(seed, rows, keys, start, mean):
     first = first_visible(document_runs(jnp.asarray(ids)))[:, start:start + 16]
     tiles = mask.reshape(2, 16 // rows, rows, 64 // keys, keys)
     some, every = tiles.any((2, 4)), tiles.all((2, 4))
-    sides = [(key_ranges(first, jnp.int32(start), rows, keys), some, every),
+    sides = [(key_ranges(first, jnp.int32(start), rows, keys, 64 // keys), some, every),
              (query_ranges(first, jnp.int32(start), rows, keys, 64 // keys), np.swapaxes(some, 1, 2), np.swapaxes(every, 1, 2))]
     for ranges, some, every in sides:
         begin, inner_begin, inner_end, end = (np.asarray(x)[..., None] for x in ranges)
@@ -79,7 +79,7 @@ def test_ranges_are_the_tiles_that_meet(seed, rows, keys, start, mean):
 
 
 def test_without_documents_every_inner_tile_is_free_of_masks():
-    ranges = key_ranges(jnp.zeros((1, 64), jnp.int32), jnp.int32(0), 8, 8)
+    ranges = key_ranges(jnp.zeros((1, 64), jnp.int32), jnp.int32(0), 8, 8, 8)
     np.testing.assert_array_equal(ranges.inner_end[0], np.arange(8))
     np.testing.assert_array_equal(ranges.inner_begin, 0)
 
@@ -88,7 +88,12 @@ INTERPRETED = {
     "packed": (2, 256, 256, 0, 64, 64),
     "behind other tokens": (1, 70, 300, 200, 96, 64),
 }
-SLOW = {"wide": (1, 130, 130, 0, 192, 128), "one token": (2, 1, 1, 0, 32, 96), "128": (1, 128, 384, 256, 128, 128)}
+SLOW = {
+    "at the very end": (1, 130, 300, 170, 64, 32),
+    "wide": (1, 130, 130, 0, 192, 128),
+    "one token": (2, 1, 1, 0, 32, 96),
+    "128": (1, 128, 384, 256, 128, 128),
+}
 
 
 @pytest.mark.parametrize("case", [*INTERPRETED, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
