@@ -1,6 +1,7 @@
 """The training step of `small` with the Hopper kernels, lowered for an H200 on a machine that has none."""
 import dataclasses
 import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -30,3 +31,20 @@ def test_layers_share_their_kernels(monkeypatch):
     program = make_train_step(cfg, mesh).lower(abstract_train_state(cfg, mesh), batch).as_text()
     assert 10 < program.count("@mosaic_gpu_v2(") <= KERNELS
     assert "ragged_dot" not in program
+
+
+@pytest.mark.exhaustive
+def test_pieces_are_not_filled_with_zeros_all_at_once():
+    """What loops over pieces write begins as copies of one array of zeros. Made by one operation, all of them would be held from the first loop on."""
+    cfg = PRESETS["small"]()
+    model = dataclasses.replace(
+        cfg.model, implementation="xla", num_layers=5, token_chunk=64, vocab_size=128, width=48, dense_dim=64,
+        kda=dataclasses.replace(cfg.model.kda, num_heads=2, head_dim=16),
+        mla=dataclasses.replace(cfg.model.mla, num_heads=2, q_lora_rank=16, kv_lora_rank=16, nope_dim=8, rope_dim=8, v_dim=8),
+        moe=dataclasses.replace(cfg.model.moe, num_experts=8, experts_per_token=2, latent_dim=24, expert_dim=20, shared_expert_dim=20))
+    cfg = dataclasses.replace(cfg, model=model, data=dataclasses.replace(cfg.data, batch_size=1, sequence_length=512))
+    mesh = longmoe.make_mesh(cfg.mesh, h200_devices(1))
+    batch = {name: jax.ShapeDtypeStruct((1, 512), jnp.float32 if name == "loss_weights" else jnp.int32, sharding=NamedSharding(mesh, ROWS)) for name in KEYS}
+    program = make_train_step(cfg, mesh).lower(abstract_train_state(cfg, mesh), batch).compile().as_text()
+    fills = [results.count("bf16[8,1,64,48]") for results in re.findall(r"= (\(.*?\)) fusion\(", program[program.index("\nENTRY"):])]
+    assert max(fills, default=0) < 8
