@@ -7,10 +7,7 @@ forward and five with the backward pass besides. cuDNN (through jax.nn.dot_produ
 without documents.
 """
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
-import os
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +18,7 @@ import numpy as np
 from pallas_kernels.attention.api import attention
 from pallas_kernels.attention.visible import first_visible
 from pallas_kernels.bench import command, commit
-from pallas_kernels.bench.compiling import Programs
+from pallas_kernels.bench.compiling import Programs, add_processes, pool_of
 from pallas_kernels.kda.documents import document_runs
 from pallas_kernels.testing import median_ms, rms_ratio
 
@@ -112,11 +109,9 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="longmoe bench attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("attention_gpu.json"))
     parser.add_argument("--shapes", nargs="*", type=lambda text: tuple(map(int, text.split(","))), default=SHAPES)
-    parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="checks and compilations at a time")
+    add_processes(parser)
     options = parser.parse_args(arguments)
-    # For the other processes' share of the memory; before JAX looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+    with pool_of(options.processes) as pool:
         run(options, arguments, pool)
 
 

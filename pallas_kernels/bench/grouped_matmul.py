@@ -9,12 +9,9 @@ Under lasting load the power limit lowers the clock, so candidates are timed in 
 the ceiling (`dense_tflops`).
 """
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import json
-import multiprocessing
-import os
 import subprocess
 import sys
 import time
@@ -27,6 +24,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 from pallas_kernels.bench import command, commit
+from pallas_kernels.bench.compiling import add_processes, pool_of
 from pallas_kernels.grouped_matmul import cases, mosaic_gpu, tiles
 from pallas_kernels.grouped_matmul.mosaic_gpu_rows import rows_matmul
 from pallas_kernels.grouped_matmul.mosaic_gpu_weights import weights_matmul
@@ -280,17 +278,15 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="longmoe bench grouped-matmul", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("grouped_matmul_gpu.json"))
     parser.add_argument("--seconds", type=float, default=220, help="stop timing new candidates then; anchors are extra")
-    parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="compilations at a time")
+    add_processes(parser)
     parser.add_argument("--shapes", type=one_shape, nargs="+", default=SHAPES, help=f"shapes to time: M,K,N,G or an index, 0 to {len(SHAPES) - 1}")
     parser.add_argument("--operations", choices=OPERATIONS, nargs="+", default=OPERATIONS)
     parser.add_argument("--anchors", nargs="*", default=[])
     parser.add_argument("--checks", action=argparse.BooleanOptionalAction, default=True, help="the small adverse cases first")
     options = parser.parse_args(arguments)
-    # For the other processes' share of the memory; before JAX looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    anchors = run_anchors(options.anchors)
-    with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
-        result = measure(options, arguments, anchors, pool)
+    with pool_of(options.processes) as pool:
+        # Processes start with their first work: the anchors have the device to themselves.
+        result = measure(options, arguments, run_anchors(options.anchors), pool)
     for name, best in result["best"].items():
         say(best=name, **best)
 

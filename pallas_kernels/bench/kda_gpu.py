@@ -7,10 +7,7 @@ their own, and nothing runs beside a timing. --long: 2^20 tokens in one call, it
 recorded with its error and the rest goes on. --anchor: scripts that print one JSON line for each `B,T,H` argument, run in the same command after our own.
 """
 import argparse
-import concurrent.futures
 import json
-import multiprocessing
-import os
 import platform
 import subprocess
 import sys
@@ -25,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.bench import command, commit
 from pallas_kernels.bench import kda_gpu_checks as checks
-from pallas_kernels.bench.compiling import Programs
+from pallas_kernels.bench.compiling import Programs, add_processes, pool_of
 from pallas_kernels.kda import gates, mosaic_gpu_backward, mosaic_gpu_forward, mosaic_gpu_prepare, mosaic_gpu_tiles, specs
 from pallas_kernels.kda.api import kda_step
 from pallas_kernels.kda.chunk import CHUNK
@@ -229,7 +226,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(prog="longmoe bench kda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("kda_gpu.json"))
     parser.add_argument("--shapes", nargs="*", default=[",".join(map(str, s)) for s in SHAPES])
-    parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="checks and compilations at a time")
+    add_processes(parser)
     switch = lambda name, help: parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=True, help=help)
     switch("train", "forward and backward too")
     switch("accuracy", "the checks first")
@@ -238,9 +235,7 @@ def main(arguments=None):
     switch("long", "2^20 tokens")
     parser.add_argument("--anchor", nargs="*", default=[])
     options = parser.parse_args(arguments)
-    # For the other processes' share of the memory; before JAX looks for devices.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    with concurrent.futures.ProcessPoolExecutor(options.processes, multiprocessing.get_context("spawn")) as pool:
+    with pool_of(options.processes) as pool:
         run(options, arguments, pool)
 
 
