@@ -1,19 +1,23 @@
 """Shared bones of the experiments that compare arms: configs that differ in one thing, each trained under several seeds.
 
 `train` runs `longmoe.fit` for every arm and seed in a folder of its own, RUN_DIR/<arm>/seed_<n>, and keeps what `measure` finds there beside it, so that the
-same command goes on where it was stopped and measures nothing twice. A seed draws the initial weights and the order of the documents and is the same for all
-arms: differences between arms are paired by it. `summaries` and `differences` give means over seeds with Student's 95 % interval.
+same command goes on where it was stopped and does nothing twice; `--jobs` arms train side by side. A seed draws the initial weights and the order of the
+documents and is the same for all arms: differences between arms are paired by it. `summaries` and `differences` give means over seeds with Student's 95 %
+interval.
 """
 import argparse
 import dataclasses
 import hashlib
 import json
 import math
+import multiprocessing
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from longmoe.data.token_folder import read_token_folder
 from longmoe.evaluation.statistics import student
 from longmoe.evaluation.text import evaluate_batches, make_loss_function
 from longmoe.train.metrics import read_lines
+from longmoe.train.run_files import RunPaths
 
 Figures = dict[str, Any]
 """Name -> a number, or a list of numbers that is as long in every run of an arm."""
@@ -53,7 +58,7 @@ class Trained:
     lines: dict[str, list[list[dict[str, Any]]]]
     """Arm -> the lines of metrics.jsonl, in the order of the seeds."""
     seconds: float
-    """On the device: training with compilation, and measuring, over every call that worked on these runs and was not killed."""
+    """That the device was held: training with compilation, and measuring, over every call that worked on these runs and was not killed."""
 
 
 def text_config(size: str, corpus: Path) -> TrainConfig:
@@ -81,21 +86,39 @@ def with_model(cfg: TrainConfig, **changes: Any) -> TrainConfig:
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **changes))
 
 
-def train(configs: Mapping[str, TrainConfig], seeds: Sequence[int], run_dir: Path, measure: Callable[[Run], Figures]) -> Trained:
-    """Trains and measures every arm under every seed. What was trained or measured before, under the same config, is read back."""
+Measure = Callable[[Run], Figures]
+
+
+def train(configs: Mapping[str, TrainConfig], seeds: Sequence[int], run_dir: Path, measure: Measure, jobs: int = 1) -> Trained:
+    """Trains and measures every arm under every seed. What was trained and measured before, under the same config, is read back.
+
+    jobs: how many arms are trained at a time, each in a process of its own, and `measure` a function that can be pickled: where models are small, one of them
+    compiles, loads or dispatches while another one computes. They share the device's memory equally.
+    """
+    calls = [(arm, cfg, seeds, run_dir, measure) for arm, cfg in configs.items()]
+    with clocked(run_dir / "seconds.json") as clock:
+        if jobs == 1:
+            found = [_train_arm(*call) for call in calls]
+        else:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+                found = list(pool.map(_train_arm, *zip(*calls)))
+    return Trained(*({arm: one[part] for arm, one in zip(configs, found)} for part in range(2)), clock[0])
+
+
+def _train_arm(arm: str, cfg: TrainConfig, seeds: Sequence[int], run_dir: Path, measure: Measure) -> tuple[list[Figures], list[list[dict[str, Any]]]]:
+    """One arm under every seed -> figures and lines of metrics.jsonl, in the order of the seeds."""
+    def train_and_measure(folder: Path, seeded: TrainConfig) -> Figures:
+        fitted = longmoe.fit(seeded, str(folder))
+        return measure(Run(arm, seeded.seed, seeded, demo.variables_of(fitted.state)))
+
     share_programs(run_dir)
-    figures, lines, seconds = {}, {}, 0.0
-    for arm, cfg in configs.items():
-        figures[arm], lines[arm] = [], []
-        for seed in seeds:
-            folder, seeded = run_dir / folder_name(arm) / f"seed_{seed}", dataclasses.replace(cfg, seed=seed)
-            with clocked(folder / "seconds.json") as clock:
-                fitted = longmoe.fit(seeded, str(folder))
-                run = Run(arm, seed, seeded, demo.variables_of(fitted.state))
-                figures[arm].append(once(folder / "figures.json", to_json(seeded), lambda: measure(run)))  # noqa: B023
-            seconds += clock[0]
-            lines[arm].append(read_lines(Path(fitted.paths.metrics)))
-    return Trained(figures, lines, seconds)
+    figures, lines = [], []
+    for seed in seeds:
+        folder, seeded = run_dir / folder_name(arm) / f"seed_{seed}", dataclasses.replace(cfg, seed=seed)
+        figures.append(once(folder / "figures.json", to_json(seeded), partial(train_and_measure, folder, seeded)))
+        lines.append(read_lines(RunPaths(folder).metrics))
+    return figures, lines
 
 
 def folder_name(arm: str) -> str:
@@ -113,7 +136,7 @@ loss_function = cache(make_loss_function)
 """Compiled once for all seeds of a model."""
 
 
-def heldout_loss(run: Run, batches: int | None) -> Figures:
+def heldout_loss(run: Run, batches: int | None = None) -> Figures:
     """Loss of a trained text run on the first `batches` held-out batches (None: all), in both units, and the size of its model."""
     data = run.config.data
     heldout = [batch for batch, _ in make_loader(data, seed=0, split="heldout")][:batches]
@@ -171,11 +194,13 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
     parser.add_argument("--out", type=Path, help=f"where the results go, with {name}.png beside them (default: RUN_DIR/results.json)")
     parser.add_argument("--size", choices=SIZES, default="cpu", help="cpu: the demo's model; h200: a wider one for one GPU")
     parser.add_argument("--seeds", type=int, default=seeds, help="how many seeds, from 0")
+    parser.add_argument("--jobs", type=int, default=1, help="how many arms are trained at a time, each in a process of its own")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a layer or two, one seed, for tests")
     add(parser)
     args = parser.parse_args(argv)
-    if args.seeds < 1:
-        parser.error(f"--seeds: got {args.seeds}, wanted at least 1")
+    for option in ("seeds", "jobs"):
+        if getattr(args, option) < 1:
+            parser.error(f"--{option}: got {getattr(args, option)}, wanted at least 1")
     args.name, args.argv = name, argv
     args.out = args.out or args.run_dir / "results.json"
     args.size, args.seeds = ("smoke", range(1)) if args.smoke else (args.size, range(args.seeds))

@@ -12,6 +12,7 @@ Writes results.json and attn_residuals.png: loss over the training, and over the
 its 95 % interval over seeds; held-out loss with differences from the plain residual paired by seed.
 """
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import arms
@@ -55,7 +56,7 @@ def figure(trained: arms.Trained, summaries: dict[str, dict[str, arms.Figures]])
 def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "attn_residuals")
     heldout_batches = 2 if args.smoke else None
-    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: measure(run, heldout_batches))
+    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, partial(measure, heldout_batches=heldout_batches), args.jobs)
     summaries = arms.summaries(trained.figures)
     results = dict(arms=summaries, base=BASE, differences=arms.differences(trained.figures, BASE, ("heldout_loss", "bits_per_byte")))
     arms.write_results(args, trained.seconds, results, figure(trained, summaries))

@@ -39,6 +39,11 @@ def last_fifth(lines: Sequence[dict[str, Any]]) -> arms.Figures:
     return {name: np.mean([line[name] for line in tail], axis=0).tolist() for name in FIGURES}
 
 
+def measure_nothing(run: arms.Run) -> arms.Figures:
+    """All figures are of the training itself."""
+    return {}
+
+
 def figure(trained: arms.Trained) -> bytes:
     """Loss, and the means over layers of MaxVio and of dead experts, over steps."""
     labels = {"loss": "loss (nats per token)", "max_violation": "MaxVio, mean of layers", "dead_experts": "dead experts, mean of layers"}
@@ -48,8 +53,7 @@ def figure(trained: arms.Trained) -> bytes:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "balancing", seeds=1)
-    # All figures are of the training itself: nothing is measured behind it.
-    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: {})
+    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, measure_nothing, args.jobs)
     summaries = arms.summaries({arm: [last_fifth(lines) for lines in runs] for arm, runs in trained.lines.items()})
     level = {arm: float(np.mean(found["max_violation"]["mean"])) for arm, found in summaries.items()}
     ratios = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}

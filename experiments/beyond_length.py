@@ -14,6 +14,7 @@ Writes results.json and beyond_length.png: loss by position and its differences,
 """
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import arms
@@ -75,7 +76,7 @@ def figure(size: str, summaries: dict[str, dict[str, arms.Figures]], differences
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "beyond_length")
-    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: measure(run, args.size))
+    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, partial(measure, size=args.size), args.jobs)
     summaries = arms.summaries(trained.figures)
     differences = {name: arms.differences({of: trained.figures[of] for of in (arm, base)}, base, ("by_position",))[arm]["by_position"]
                    for name, (arm, base) in COMPARED.items()}

@@ -21,6 +21,7 @@ Writes results.json and hybrid_ratio.png: means with 95 % intervals, over seeds 
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arms.share_programs(args.run_dir)
     texts, results, seconds = text_arms(args.size, args.corpus), {}, 0.0
     for part, configs, measure in (
-            ("text", texts, lambda run: arms.heldout_loss(run, 2 if args.smoke else None)),
-            ("recall", recall_arms(args.size, args.corpus), lambda run: measure_recall(run, args.size))):
+            ("text", texts, partial(arms.heldout_loss, batches=2 if args.smoke else None)),
+            ("recall", recall_arms(args.size, args.corpus), partial(measure_recall, size=args.size))):
         if part in args.parts:
-            trained = arms.train(configs, args.seeds, args.run_dir / part, measure)
+            trained = arms.train(configs, args.seeds, args.run_dir / part, measure, args.jobs)
             seconds += trained.seconds
             results[part] = dict(arms=arms.summaries(trained.figures))
             if BASE in trained.figures:

@@ -12,6 +12,7 @@ Writes results.json and one_part.png: held-out loss of each arm and the differen
 """
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import arms
@@ -52,7 +53,8 @@ def figure(summaries: dict[str, dict[str, arms.Figures]], differences: dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "one_part")
-    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, lambda run: arms.heldout_loss(run, 2 if args.smoke else None))
+    measure = partial(arms.heldout_loss, batches=2 if args.smoke else None)
+    trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, measure, args.jobs)
     summaries = arms.summaries(trained.figures)
     differences = arms.differences(trained.figures, BASE, ("heldout_loss", "bits_per_byte"))
     results = dict(arms=summaries, base=BASE, differences=differences)

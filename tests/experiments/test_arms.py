@@ -75,9 +75,22 @@ def test_the_same_call_measures_nothing_twice(fits, tmp_path):
     assert first.figures == {"a": [{"figure": 32}, {"figure": 33}], "b 1:1": [{"figure": 64}, {"figure": 65}]}
     assert [line["loss"] for run in first.lines["a"] for line in run] == [0.0, 1.0] and (tmp_path / "b_1_1" / "seed_1" / "figures.json").exists()
     again = arms.train(configs, range(2), tmp_path, measure)
-    assert again.figures == first.figures and len(measured) == 4 and again.seconds >= first.seconds
+    assert again.figures == first.figures and again.lines == first.lines and len(measured) == len(fits) == 4 and again.seconds >= first.seconds
     arms.train({"a": tiny_train(width=16)}, range(1), tmp_path, measure)
     assert measured[4:] == [("a", 0, 16)]
+
+
+def test_arms_side_by_side(tmp_path):
+    """Each in a process: figures and lines come back under their arms, as from one after another. Both arms were trained before: no process has to."""
+    configs = {"a": tiny_train(), "b": tiny_train(width=64)}
+    for width, (arm, cfg) in zip((32, 64), configs.items()):
+        for seed in range(2):
+            folder = tmp_path / arm / f"seed_{seed}"
+            arms.once(folder / "figures.json", arms.to_json(arms.dataclasses.replace(cfg, seed=seed)), lambda: {"figure": width + seed})  # noqa: B023
+            (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": width + seed}) + "\n")
+    found = arms.train(configs, range(2), tmp_path, arms.heldout_loss, jobs=2)
+    assert found.figures == {"a": [{"figure": 32}, {"figure": 33}], "b": [{"figure": 64}, {"figure": 65}]}
+    assert {arm: [line["loss"] for run in runs for line in run] for arm, runs in found.lines.items()} == {"a": [32, 33], "b": [64, 65]}
 
 
 @pytest.mark.parametrize("meets", ["num_experts", "experts_per_token"])
