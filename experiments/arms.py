@@ -1,7 +1,7 @@
 """Shared bones of the experiments that compare arms: configs that differ in one thing, each trained under several seeds.
 
 `train` runs `longmoe.fit` for every arm and seed in a folder of its own, RUN_DIR/<arm>/seed_<n>, and keeps what `measure` finds there beside it, so that the
-same command goes on where it was stopped and does nothing twice; `--jobs` arms train side by side. A seed draws the initial weights and the order of the
+same command goes on where it was stopped and does nothing twice; `--jobs` runs train side by side. A seed draws the initial weights and the order of the
 documents and is the same for all arms: differences between arms are paired by it. `summaries` and `differences` give means over seeds with Student's 95 %
 interval.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,33 +92,31 @@ Measure = Callable[[Run], Figures]
 def train(configs: Mapping[str, TrainConfig], seeds: Sequence[int], run_dir: Path, measure: Measure, jobs: int = 1) -> Trained:
     """Trains and measures every arm under every seed. What was trained and measured before, under the same config, is read back.
 
-    jobs: how many arms are trained at a time, each in a process of its own, and `measure` a function that can be pickled: where models are small, one of them
-    compiles, loads or dispatches while another one computes. They share the device's memory equally.
+    jobs: above 1, so many runs at a time, each in a process of its own with an equal share of the device's memory, and `measure` a function that can be
+    pickled. Where models are small, one run compiles, loads or dispatches while another one computes; and only a process that is new finds the programs of
+    the seed before it, since jax 0.11 numbers the kernels that a process lowers and takes the number for a part of the program.
     """
-    calls = [(arm, cfg, seeds, run_dir, measure) for arm, cfg in configs.items()]
+    calls = [(arm, dataclasses.replace(cfg, seed=seed), run_dir, measure) for seed in seeds for arm, cfg in configs.items()]
     with clocked(run_dir / "seconds.json") as clock:
         if jobs == 1:
-            found = [_train_arm(*call) for call in calls]
+            found = [train_and_measure(*call) for call in calls]
         else:
             os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
-            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-                found = list(pool.map(_train_arm, *zip(*calls)))
-    return Trained(*({arm: one[part] for arm, one in zip(configs, found)} for part in range(2)), clock[0])
+            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+                found = list(pool.map(train_and_measure, *zip(*calls)))
+    by_arm = lambda part: {arm: [one[part] for one in found[i::len(configs)]] for i, arm in enumerate(configs)}
+    return Trained(by_arm(0), by_arm(1), clock[0])
 
 
-def _train_arm(arm: str, cfg: TrainConfig, seeds: Sequence[int], run_dir: Path, measure: Measure) -> tuple[list[Figures], list[list[dict[str, Any]]]]:
-    """One arm under every seed -> figures and lines of metrics.jsonl, in the order of the seeds."""
-    def train_and_measure(folder: Path, seeded: TrainConfig) -> Figures:
-        fitted = longmoe.fit(seeded, str(folder))
-        return measure(Run(arm, seeded.seed, seeded, demo.variables_of(fitted.state)))
-
+def train_and_measure(arm: str, cfg: TrainConfig, run_dir: Path, measure: Measure) -> tuple[Figures, list[dict[str, Any]]]:
+    """One run -> its figures and the lines of metrics.jsonl."""
     share_programs(run_dir)
-    figures, lines = [], []
-    for seed in seeds:
-        folder, seeded = run_dir / folder_name(arm) / f"seed_{seed}", dataclasses.replace(cfg, seed=seed)
-        figures.append(once(folder / "figures.json", to_json(seeded), partial(train_and_measure, folder, seeded)))
-        lines.append(read_lines(RunPaths(folder).metrics))
-    return figures, lines
+    folder = run_dir / folder_name(arm) / f"seed_{cfg.seed}"
+
+    def figures() -> Figures:
+        return measure(Run(arm, cfg.seed, cfg, demo.variables_of(longmoe.fit(cfg, str(folder)).state)))
+
+    return once(folder / "figures.json", to_json(cfg), figures), read_lines(RunPaths(folder).metrics)
 
 
 def folder_name(arm: str) -> str:
@@ -194,7 +192,7 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
     parser.add_argument("--out", type=Path, help=f"where the results go, with {name}.png beside them (default: RUN_DIR/results.json)")
     parser.add_argument("--size", choices=SIZES, default="cpu", help="cpu: the demo's model; h200: a wider one for one GPU")
     parser.add_argument("--seeds", type=int, default=seeds, help="how many seeds, from 0")
-    parser.add_argument("--jobs", type=int, default=1, help="how many arms are trained at a time, each in a process of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="runs that are trained at a time, each in a process of its own (1: all in this one)")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a layer or two, one seed, for tests")
     add(parser)
     args = parser.parse_args(argv)

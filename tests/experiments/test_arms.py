@@ -71,7 +71,7 @@ def test_the_same_call_measures_nothing_twice(fits, tmp_path):
         return {"figure": run.config.model.width + run.seed}
 
     first = arms.train(configs, range(2), tmp_path, measure)
-    assert measured == [("a", 0, 32), ("a", 1, 32), ("b 1:1", 0, 64), ("b 1:1", 1, 64)] and [cfg.seed for cfg, _ in fits] == [0, 1, 0, 1]
+    assert measured == [("a", 0, 32), ("b 1:1", 0, 64), ("a", 1, 32), ("b 1:1", 1, 64)] and [cfg.seed for cfg, _ in fits] == [0, 0, 1, 1]
     assert first.figures == {"a": [{"figure": 32}, {"figure": 33}], "b 1:1": [{"figure": 64}, {"figure": 65}]}
     assert [line["loss"] for run in first.lines["a"] for line in run] == [0.0, 1.0] and (tmp_path / "b_1_1" / "seed_1" / "figures.json").exists()
     again = arms.train(configs, range(2), tmp_path, measure)
@@ -80,8 +80,8 @@ def test_the_same_call_measures_nothing_twice(fits, tmp_path):
     assert measured[4:] == [("a", 0, 16)]
 
 
-def test_arms_side_by_side(tmp_path):
-    """Each in a process: figures and lines come back under their arms, as from one after another. Both arms were trained before: no process has to."""
+def test_runs_side_by_side(tmp_path):
+    """Each in a process: figures and lines come back under their arms, as from one after another. All were trained before: no process has to."""
     configs = {"a": tiny_train(), "b": tiny_train(width=64)}
     for width, (arm, cfg) in zip((32, 64), configs.items()):
         for seed in range(2):
