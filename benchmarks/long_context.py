@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -28,11 +29,14 @@ from longmoe.model.kda import KDA  # noqa: E402
 from longmoe.model.mla import MLA  # noqa: E402
 from longmoe.model.moe import MoE  # noqa: E402
 from longmoe.presets import PRESETS  # noqa: E402
+from longmoe.train.loop import state_and_step  # noqa: E402
 from longmoe.train.memory import compiled_bytes  # noqa: E402
 from longmoe.train.run_files import commit, versions  # noqa: E402
-from longmoe.train.step import KEYS, make_train_step  # noqa: E402
+from longmoe.train.step import KEYS  # noqa: E402
 from longmoe.train.throughput import Throughput, available_flops, training_flops  # noqa: E402
-from pallas_kernels.testing import median_ms  # noqa: E402
+
+ONCE_ABOVE = 65536
+"""Tokens above which a part of the model is timed once: attention over a million tokens takes seconds."""
 
 
 def config(options, tokens):
@@ -50,34 +54,62 @@ def batch_of(cfg, seed):
     return {name: jnp.asarray(arrays[name]) for name in KEYS}
 
 
-def part_seconds(cfg, module, tokens):
-    """Forward and backward of one module on a row of so many tokens."""
-    x = jax.random.normal(jax.random.key(0), (1, tokens, cfg.model.width), jnp.dtype(cfg.model.dtype))
-    variables = jax.jit(module.init)(jax.random.key(1), x[:, :64])
-    rest = {name: tree for name, tree in variables.items() if name != "params"}
+def lowered_part(cfg, module, tokens):
+    """Forward and backward of one module on a row of so many tokens, lowered, and a function that makes its arguments."""
+    def arguments():
+        x = jax.random.normal(jax.random.key(0), (1, tokens, cfg.model.width), jnp.dtype(cfg.model.dtype))
+        return module.init(jax.random.key(1), x[:, :64]), x
 
-    def loss(params, x):
+    def loss(params, rest, x):
         return jnp.sum(module.apply({**rest, "params": params}, x)[0].astype(jnp.float32))
 
-    return median_ms(jax.jit(jax.grad(loss, argnums=(0, 1))), variables["params"], x, inner=1, outer=3)[0] / 1e3
+    def step(variables, x):
+        return jax.grad(loss, argnums=(0, 2))(variables["params"], {name: tree for name, tree in variables.items() if name != "params"}, x)
+
+    return jax.jit(step).lower(*jax.eval_shape(arguments)), jax.jit(arguments)
 
 
 def parts(cfg):
-    """Part -> estimated seconds a step, of all its layers and pieces."""
+    """Part -> (module, tokens of the piece of a row it is timed on, how often a step has that, without what rematerialisation does again)."""
     model, tokens = cfg.model, cfg.data.sequence_length
     piece = min(tokens, model.token_chunk or tokens)
-    counts = {"KDA": (KDA(model), piece, model.mixers.count("kda")), "MLA": (MLA(model), tokens, model.mixers.count("mla")),
-              "experts": (MoE(model), piece, model.num_moe_layers)}
-    return {name: layers * tokens / length * part_seconds(cfg, module, length) for name, (module, length, layers) in counts.items() if layers}
+    found = {"KDA": (KDA(model), piece, model.mixers.count("kda")), "MLA": (MLA(model), tokens, model.mixers.count("mla")),
+             "experts": (MoE(model), piece, model.num_moe_layers)}
+    return {name: (module, length, layers * tokens // length) for name, (module, length, layers) in found.items() if layers}
+
+
+def compiled_parts(cfg):
+    lowered = {name: lowered_part(cfg, module, length) for name, (module, length, _) in parts(cfg).items()}
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        programs = pool.map(lambda one: one[0].compile(), lowered.values())
+        return {name: (program, arguments) for (name, (_, arguments)), program in zip(lowered.items(), programs)}
+
+
+def part_seconds(cfg):
+    """Part -> estimated seconds a step, of all its layers and pieces."""
+    programs, found = compiled_parts(cfg), {}
+    for name, (_, length, count) in parts(cfg).items():
+        program, arguments = programs[name]
+        found[name] = round(count * timed(program, *arguments(), repeats=3 if length <= ONCE_ABOVE else 1), 4)
+    return found
+
+
+def timed(program, *arguments, repeats):
+    """Median seconds of a call, after one to warm up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        began = time.monotonic()
+        jax.block_until_ready(program(*arguments))
+        seconds.append(time.monotonic() - began)
+    return float(np.median(seconds[1:]))
 
 
 def measure(cfg, steps):
     mesh = longmoe.make_mesh(cfg.mesh, jax.devices()[:1])
-    state, batches = longmoe.init_train_state(cfg, mesh, jax.random.key(0)), [batch_of(cfg, seed) for seed in range(steps + 1)]
     began = time.monotonic()
-    step = make_train_step(cfg, mesh).lower(state, batches[0]).compile()
+    state, step = state_and_step(cfg, mesh, lambda: longmoe.init_train_state(cfg, mesh, jax.random.key(0)))
     compile_seconds, seconds, losses = time.monotonic() - began, [], []
-    for batch in batches:
+    for batch in [batch_of(cfg, seed) for seed in range(steps + 1)]:
         began = time.monotonic()
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -87,8 +119,8 @@ def measure(cfg, steps):
                tokens_per_second=round(tokens / float(np.median(seconds[1:]))), peak_bytes=found.get("device_peak_bytes"),
                compiled_bytes=compiled_bytes(step.memory_analysis()), estimated_bytes=longmoe.estimate(cfg, platform=platform()).bytes_per_device)
     row["mfu"] = None if peak is None else round(training_flops(cfg) * row["tokens_per_second"] / peak, 4)
-    del state, batches
-    return row | dict(part_seconds={name: round(s, 4) for name, s in parts(cfg).items()})
+    del state, batch
+    return row | dict(part_seconds=part_seconds(cfg))
 
 
 def platform():

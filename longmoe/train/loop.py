@@ -120,7 +120,7 @@ def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh,
     return int(state.step), lambda: state, data_state
 
 
-def _compiled(cfg: TrainConfig, mesh: jax.sharding.Mesh, make_state: Callable[[], TrainState]) -> tuple[TrainState, jax.stages.Compiled]:
+def state_and_step(cfg: TrainConfig, mesh: jax.sharding.Mesh, make_state: Callable[[], TrainState]) -> tuple[TrainState, jax.stages.Compiled]:
     """The state, and the step: compiled while a first state is made, for either can take most of a minute on a GPU."""
     shape = (cfg.data.batch_size, cfg.data.sequence_length)
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "loss_weights" else jnp.int32) for name in KEYS}
@@ -150,7 +150,7 @@ def _train(stage: Stage, recorder: "_Recorder", checkpoints: Checkpoints, signal
             progress.note(f"resumed at step {start}")
         progress.say("compiling")
         began = time.monotonic()
-        state, step_fn = _compiled(cfg, mesh, make_state)
+        state, step_fn = state_and_step(cfg, mesh, make_state)
         recorder.start(startup.after_compiling(step_fn, time.monotonic() - began), progress)
         if signals.received:
             progress.note(f"{signals.received.name}: stopped before the first step, with nothing to save")

@@ -133,10 +133,10 @@ def make_train_step(cfg: TrainConfig, mesh: Mesh) -> Callable[[TrainState, Batch
         new = jax.lax.with_sharding_constraint(new, state_shardings(mesh, new))
         return new, jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.jit(step, donate_argnums=0, compiler_options=_compiler_options(cfg, mesh))
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options(cfg, mesh))
 
 
-def _compiler_options(cfg: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
+def compiler_options(cfg: TrainConfig, mesh: Mesh) -> dict[str, Any] | None:
     """For GPUs. Dense products go to cuBLAS: XLA's own kernels for them are no faster here, and to choose one it compiles and times many for each product.
 
     Where rows are cut into pieces, the results of every loop over them begin as copies of one array of zeros, and copy_fusion would make all of those at once,
