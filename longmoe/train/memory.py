@@ -25,7 +25,7 @@ from longmoe.train.step import KEYS
 
 PHASES = ("loss", "backward", "optimizer")
 ORTHOGONALISING = 3
-"""Copies of the largest parameter that Muon's iteration holds: its iterate, the next one, and a product of the two."""
+"""Copies of the largest parameter in the model's dtype that Muon's iteration holds, beside the update: its iterate, the next one, a product of the two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,10 @@ def training_memory(cfg: TrainConfig, platform: Literal["gpu", "cpu"] = "gpu") -
                      temporary=loss_memory(cfg, rows, tokens), loop_buffers=sum(ahead)),
         "backward": max((_backward(model, group, kinds, saved, gradients, hidden) | dict(loop_buffers=sum(ahead[:group.start]))
                          for group in flat_plan(model)), key=lambda parts: sum(parts.values())),
-        "optimizer": dict(gradients=all_gradients, saved_activations=0, temporary=all_gradients + 4 * ORTHOGONALISING * max(
-            (count for name, count in own.items() if _moments(cfg, name) == 1), default=0), loop_buffers=0)}
+        # All gradients are there until their norm is known; parameters are then written one after another.
+        "optimizer": dict(gradients=all_gradients, saved_activations=0, loop_buffers=0,
+                          temporary=(4 + ORTHOGONALISING * jnp.dtype(model.dtype).itemsize) * max(
+                              (count for name, count in own.items() if _moments(cfg, name) == 1), default=0))}
     moments["backward"]["gradients"] += summed
     phases = {phase: parameters + optimizer + copied + batch + sum(parts.values()) for phase, parts in moments.items()}
     always = dict(parameters=parameters, optimizer=optimizer, state_copy=copied, batch=batch)
