@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from longmoe.configs import ModelConfig, OptimConfig, TrainConfig
-from longmoe.parallel.rules import is_stacked, matrix_axes, path_name
+from longmoe.parallel.rules import is_stacked, matrix_axes, path_name, spec_of
 from longmoe.shapes import Array, Float, Int
 
 UNDECAYED = r".*(_norm(/scale)?|_residual/(query|scale)|a_log|dt_bias|_conv|embedding)"
@@ -22,6 +22,10 @@ KEY_VALUE = r".*/mla/kv_b_proj"
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 """Coefficients of Muon's five steps (Jordan et al. 2024). A row a step, since optax scans over rows: one row would be unrolled, and those products
 were four in five of all matrix products that XLA had to compile in a train step."""
+
+STACKED = 2**25
+"""Entries of alike matrices that are made orthogonal at a time, where single parameters have fewer: hundreds of small products, each by itself, would take
+a GPU longer to start than to compute. Large parameters stay alone, for a stack of them is a copy."""
 
 
 def learning_rate(cfg: TrainConfig, step: Int[Array, ""]) -> Float[Array, ""]:
@@ -66,8 +70,6 @@ def _muon(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformatio
     They are made orthogonal in the model's dtype, as Jordan et al. do.
     """
     inner = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=optim.muon_momentum, weight_dimension_numbers=_dimension_numbers)
-    # Without momentum of its own: only the orthogonal matrices are wanted of it.
-    orthogonal = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=0.0, nesterov=False, weight_dimension_numbers=_dimension_numbers)
     float_dtype = jnp.promote_types(model.dtype, jnp.float32)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -76,11 +78,31 @@ def _muon(optim: OptimConfig, model: ModelConfig) -> optax.GradientTransformatio
         ahead = optax.tree.bias_correction(mu, beta, count + 1), optax.tree.bias_correction(updates, beta, count)
         momentum = jax.tree.map(lambda mu, gradient: (beta * mu + (1 - beta) * gradient).astype(model.dtype), *ahead)
         parts = jax.tree_util.tree_map_with_path(lambda path, x: _cut(optim, model, path_name(path), x), momentum)
-        parts, _ = orthogonal.update(parts, orthogonal.init(parts))
+        parts = _orthogonal(parts)
         parts = jax.tree.map(lambda u, axes: u.astype(float_dtype) * (optim.muon_rms * _longer_side(u, axes) ** 0.5), parts, _dimension_numbers(parts))
         return jax.tree.map(_join, updates, parts), state._replace(count=count, mu=mu)
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def _orthogonal(parts: Any) -> Any:
+    """The orthogonal matrix nearest to each matrix in `parts`, by NEWTON_SCHULZ; those that are alike at the same time."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(parts)
+    axes = jax.tree.leaves(_dimension_numbers(parts), is_leaf=lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers))
+    alike: dict[Any, list[int]] = {}
+    for i, ((path, x), sides) in enumerate(zip(leaves, axes, strict=True)):
+        # Equal specs too: matrices on a mesh stay where they are.
+        alike.setdefault((x.shape, str(sides), spec_of(path_name(path).rsplit("/", 1)[0])), []).append(i)
+    together = lambda members: max(1, STACKED // leaves[members[0]][1].size)
+    groups = [members[start:start + together(members)] for members in alike.values() for start in range(0, len(members), together(members))]
+    after = lambda side: tuple(axis + 1 for axis in side)
+    numbers = [optax.contrib.MuonDimensionNumbers(*map(after, axes[members[0]])) for members in groups]
+    # Without momentum of its own: only the orthogonal matrices are wanted of it.
+    muon = optax.contrib.scale_by_muon(NEWTON_SCHULZ, beta=0.0, nesterov=False, weight_dimension_numbers=lambda _: numbers)
+    stacked = [jnp.stack([leaves[i][1] for i in members]) for members in groups]
+    found, _ = muon.update(stacked, muon.init(stacked))
+    by_leaf = {i: x for members, xs in zip(groups, found) for i, x in zip(members, xs)}
+    return jax.tree_util.tree_unflatten(structure, [by_leaf[i] for i in range(len(leaves))])
 
 
 def _cut(optim: OptimConfig, model: ModelConfig, name: str, x: Array) -> dict[str, Array]:

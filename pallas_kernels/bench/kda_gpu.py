@@ -58,8 +58,7 @@ def decode_program(what, implementation):
     state = jax.ShapeDtypeStruct((DECODE.batch, DECODE.heads, DECODE.key, DECODE.value), jnp.float32)
 
     def steps(x, state):
-        step = lambda _, carry: kda_step(**x | dict(v=carry[0]), state=carry[1], implementation=implementation, **checks.WHOLE)
-        return lax.fori_loop(0, DECODE_STEPS, step, (x["v"], state))
+        return lax.fori_loop(0, DECODE_STEPS, lambda _, state: kda_step(**x, state=state, implementation=implementation, **checks.WHOLE)[1], state)
     copies = lambda x, state: lax.fori_loop(0, DECODE_STEPS, lambda _, s: s * 0.999, state)
     return steps if what == "step" else copies, (x, state)
 

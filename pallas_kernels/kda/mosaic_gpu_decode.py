@@ -1,11 +1,12 @@
 """One token of KDA on Hopper, for decoding: a Pallas Mosaic GPU kernel that reads each state once and writes it once, in its place.
 
-A block has 64 columns of the state of one sequence and head, in registers: each column evolves alone, so blocks have nothing to tell each other.
-What a token needs is
+A block takes 64 columns of the state of one sequence and head at a time: each column evolves alone, so blocks have nothing to tell each other. What a
+token needs is
 
-    e = (a k)^T S     S <- a S + k (beta (v - e))^T     o = scale S^T q,     a = exp(g)
+    e = (a k)^T S     d = beta (v - e)     o = scale ((a q)^T S + (k . q) d)     S <- a S + k d^T,     a = exp(g)
 
-The loads of the state are issued before anything else, and several blocks fit on a multiprocessor: while one computes, others' states are on their way.
+with both sums over the state in one pass. Two blocks stay on each multiprocessor and go from one item to the next, while the states of those that follow
+are on their way to shared memory and the last one is on its way back.
 """
 import functools
 from typing import Any, NamedTuple
@@ -19,11 +20,14 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.kda import mosaic_gpu_lanes as lanes
 from pallas_kernels.kda.gates import L2_EPS
-from pallas_kernels.kda.mosaic_gpu_tiles import COLUMNS, F32, ROWS, SLAB, WGMMA, across, down, row_of
+from pallas_kernels.kda.mosaic_gpu_tiles import F32, ROWS, SLAB, across, down, row_of, tiled
 
-THREADS = 128
-# The state keeps every rounding of a decay, so nothing is approximate here: the step waits for memory, not for arithmetic.
-PARAMS = plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane)
+STAGES = 3
+"""States [K, 64] in shared memory: one that is worked on, one that leaves, one that arrives."""
+BLOCKS = 2 * 132
+"""That run at a time, two on each multiprocessor: one computes while the other waits at a barrier."""
+# The state keeps every rounding of a decay, so nothing is approximate here. Threads meet where they read what others wrote, not after every store.
+PARAMS = plgpu.CompilerParams(approx_math=False, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 class Call(NamedTuple):
@@ -43,76 +47,107 @@ def step(call: Call, q: Float[Array, "B H K"], k: Float[Array, "B H K"], v: Floa
 
     The state's buffer is written over where the caller gives it up (donation), else XLA copies it first.
     """
-    batch, heads, key = q.shape
+    (batch, heads, key), value = q.shape, v.shape[-1]
     inputs = dict(q=q, k=k, v=v, g=g, beta=beta)
     if call.gate != "log_decay":
         inputs |= dict(a_log=jnp.zeros((heads,)) if a_log is None else a_log.astype(F32),
                        dt_bias=jnp.zeros((heads, key)) if dt_bias is None else dt_bias.astype(F32))
+    fetched = {name: x for name, x in inputs.items() if name not in ("beta", "a_log")}
+    items, slabs = batch * heads * (value // SLAB), key // SLAB
     held = jax.new_ref(state)
     vector = lambda size: plgpu.SMEM((size,), F32)
-    scratch = dict(decays=vector(key), erased=vector(key), keys=vector(key), queries=vector(key), totals=plgpu.SMEM((8, SLAB), F32), sums=vector(SLAB))
-    names = (*inputs, "held", "o", *scratch)
-    body = functools.partial(_body, call, names, interpret is not None)
-    o = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), scratch_types=tuple(scratch.values()),
-                     grid=(batch, heads, v.shape[-1] // SLAB), grid_names=("b", "h", "tile"), compiler_params=PARAMS,
-                     interpret=interpret or False)(*inputs.values(), held)
+    scratch = {f"{name}_here": plgpu.SMEM((STAGES, SLAB if name == "v" else key), x.dtype) for name, x in fetched.items()} | dict(
+        state=tiled(STAGES, slabs, SLAB, SLAB, dtype=F32), totals=plgpu.SMEM((8, SLAB), F32), erased=vector(SLAB), read=vector(SLAB),
+        arrived=plgpu.Barrier(num_arrivals=slabs + len(fetched), num_barriers=STAGES))
+    blocks = min(items, BLOCKS)
+    body = functools.partial(_body, call, (*inputs, "held", "o", *scratch), tuple(fetched), (items, blocks), interpret is not None)
+    o = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), scratch_types=tuple(scratch.values()), grid=(blocks,), grid_names=("block",),
+                     compiler_params=PARAMS, interpret=interpret or False)(*inputs.values(), held)
     return o, jax.freeze(held)
 
 
-def _body(call: Call, names: tuple[str, ...], interpret: bool, *refs: Any) -> None:
-    r = dict(zip(names, refs))
-    b, h, tile = (lax.axis_index(name) for name in ("b", "h", "tile"))
-    column, slabs = pl.ds(tile * SLAB, SLAB), r["k"].shape[-1] // SLAB
-    held = [r["held"].at[b, h, pl.ds(i * SLAB, SLAB), column] for i in range(slabs)]
-    state = [plgpu.load(x, layout=WGMMA, optimized=False) for x in held]
-    decay = jnp.exp(_log_decay(call, r, b, h))
-    k = _unit(_vector(r["k"].at[b, h]), call.normalize)
-    q = _unit(_vector(r["q"].at[b, h]), call.normalize) * call.scale
-    for name, x in (("decays", decay), ("erased", decay * k), ("keys", k), ("queries", q)):
-        r[name][...] = x
-    plgpu.commit_smem()
-    rows = lambda name, i: down(plgpu.load(r[name].at[pl.ds(i * SLAB, SLAB)], layout=ROWS, optimized=False))
+def _body(call: Call, names: tuple[str, ...], fetched: tuple[str, ...], sizes: tuple[int, int], interpret: bool, *refs: Any) -> None:
+    r, (items, blocks) = dict(zip(names, refs)), sizes
+    block = lax.axis_index("block")
+    count = lax.div(items - 1 - block, blocks) + 1
 
-    def times(name, state):
-        """name^T S, one entry per column."""
-        lanes.sum_rows((sum(rows(name, i) * state[i] for i in range(slabs)),), r["totals"], (r["sums"],), interpret=interpret)
-        return row_of(r["sums"])
+    def place(n):
+        """Sequence, head and columns of this block's item n."""
+        tiles, heads = r["v"].shape[-1] // SLAB, r["v"].shape[1]
+        item = block + n * blocks
+        row = lax.div(item, tiles)
+        return lax.div(row, heads), lax.rem(row, heads), pl.ds(lax.rem(item, tiles) * SLAB, SLAB)
 
+    def parts(n):
+        """(in global memory, in shared memory) of each slab of item n's state."""
+        (b, h, column), state = place(n), r["state"].at[lax.rem(n, STAGES)]
+        return [(r["held"].at[b, h, pl.ds(i * SLAB, SLAB), column], state.at[i]) for i in range(state.shape[0])]
+
+    def fetch(n):
+        @pl.when(n < count)
+        def _():
+            (b, h, column), slot = place(n), lax.rem(n, STAGES)
+            where = dict(v=(b, h, column), dt_bias=(h,))
+            for source, target in (*parts(n), *((r[name].at[where.get(name, (b, h))], r[f"{name}_here"].at[slot]) for name in fetched)):
+                plgpu.copy_gmem_to_smem(source, target, r["arrived"].at[slot])
+
+    for n in range(STAGES):
+        fetch(jnp.int32(n))
+
+    def turn(n, _):
+        _token(call, r, lax.rem(n, STAGES), place(n), interpret)
+        for outside, inside in parts(n):
+            plgpu.copy_smem_to_gmem(inside, outside, commit_group=False)
+        plgpu.commit_smem_to_gmem_group()
+        # The state before this one has left: its place is free.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pl.when(n > 0)(lambda: fetch(n - 1 + STAGES))
+        return ()
+
+    lax.fori_loop(0, count, turn, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _token(call: Call, r: dict, slot: Array, at: tuple[Array, Array, Any], interpret: bool) -> None:
+    """The next state in place of the one in a stage, ready to be copied; writes o. Decays and keys of a row are made by all threads that hold some of it."""
+    b, h, column = at
     beta = r["beta"][b, h].astype(F32)
+    a_log = r["a_log"][h] if "a_log" in r else None
+    plgpu.barrier_wait(r["arrived"].at[slot])
+    vector, held = (lambda name: r[f"{name}_here"].at[slot]), r["state"].at[slot]
+    slabs = range(held.shape[0])
+    state = [held.at[i][...] for i in slabs]
+    rows = lambda name: [plgpu.load(vector(name).at[pl.ds(i * SLAB, SLAB)], layout=ROWS, optimized=False).astype(F32) for i in slabs]
+    bias = rows("dt_bias") if call.gate != "log_decay" else [None] * len(slabs)
+    decay = [jnp.exp(_log_decay(call, g, bias, a_log)) for g, bias in zip(rows("g"), bias)]
+    k, q = rows("k"), rows("q")
+    kk, kq, qq = lanes.dots(vector("k"), vector("q"), interpret=interpret)
+    k_scale, q_scale = (lax.rsqrt(x + L2_EPS) if call.normalize else jnp.float32(1.0) for x in (kk, qq))
+    q_scale = q_scale * call.scale
+
+    def times(x):
+        return sum(down(decay[i] * x[i]) * state[i] for i in slabs)
+
+    lanes.sum_rows((times(k), times(q)), r["totals"], (r["erased"], r["read"]), interpret=interpret)
     beta = 1.0 / (1.0 + jnp.exp(-beta)) if call.beta_logits else beta
-    v = plgpu.load(r["v"].at[b, h, column], layout=COLUMNS, optimized=False).astype(F32)
-    delta = across(beta * (v - times("erased", state)))
-    state = [rows("decays", i) * state[i] + rows("keys", i) * delta for i in range(slabs)]
-    for x, new in zip(held, state):
-        x[...] = new
-    # All have read the first sums.
+    v = row_of(vector("v")).astype(F32)
+    delta = beta * (v - row_of(r["erased"]) * k_scale)
+    o = row_of(r["read"]) * q_scale + delta * (kq * k_scale * q_scale)
+    written = across(delta * k_scale)
+    for i in slabs:
+        held.at[i][...] = down(decay[i]) * state[i] + down(k[i]) * written
+    # The next state is there for the copies, and all have read the sums.
     plgpu.commit_smem()
-    o = r["o"].at[b, h, column]
-    o[...] = times("queries", state).astype(o.dtype)
+    r["o"].at[b, h, column][...] = o.astype(r["o"].dtype)
 
 
-def _layout(width: int) -> Any:
-    """One entry a thread; of 64 entries each in several threads."""
-    return plgpu.Layout.WG_STRIDED((width,), vec_size=1) if width == THREADS else ROWS
-
-
-def _vector(ref: Any) -> Array:
-    """A row of 64 or 128 in float32, one entry a thread."""
-    return plgpu.load(ref, layout=_layout(ref.shape[-1]), optimized=False).astype(F32)
-
-
-def _log_decay(call: Call, refs: dict, b: Array, h: Array) -> Array:
-    g = _vector(refs["g"].at[b, h])
+def _log_decay(call: Call, g: Array, bias: Array | None, a_log: Array | None) -> Array:
     if call.gate == "log_decay":
         return g
-    g, rate = g + _vector(refs["dt_bias"].at[h]), jnp.exp(refs["a_log"][h])
+    g, rate = g + bias, jnp.exp(a_log)
     if call.gate == "bounded":
         return call.bound / (1.0 + jnp.exp(-rate * g))
     # softplus without overflow; log(1 + x) by way of what 1 + x rounds to, which keeps the small ones' digits.
     x = jnp.exp(-jnp.abs(g))
     one_more = 1.0 + x
     return -rate * (jnp.maximum(g, 0.0) + jnp.where(one_more == 1.0, x, jnp.log(one_more) * x / jnp.where(one_more == 1.0, 1.0, one_more - 1.0)))
-
-
-def _unit(x: Array, normalize: bool) -> Array:
-    return x * lax.rsqrt(jnp.sum(x * x) + L2_EPS) if normalize else x

@@ -168,6 +168,33 @@ def _over_rows(x: ir.Value) -> ir.Value:
     return x
 
 
+def dots(x: Any, y: Any, *, interpret: bool) -> tuple[Array, Array, Array]:
+    """x . x, x . y and y . y in float32 of two vectors of 64 or 128 in shared memory. Each warp computes them all: none waits for another."""
+    if interpret:
+        x, y = (a[...].astype(jnp.float32) for a in (x, y))
+        return jnp.sum(x * x), jnp.sum(x * y), jnp.sum(y * y)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=(plgpu.ShapeDtypeStruct((), jnp.float32, layout=scalar),) * 3)
+    def multiply(_, x, y):
+        lane, size = lane_index(), ir.MemRefType(x.type).shape[0]
+        sums = [float32(0.0)] * 3
+        for i in range(size // 32):
+            a, b = (_float_at(ref, arith.addi(lane, int32(32 * i))) for ref in (x, y))
+            sums = [addf(total, mulf(*pair)) for total, pair in zip(sums, ((a, a), (a, b), (b, b)))]
+        for distance in (1, 2, 4, 8, 16):
+            sums = [addf(total, utils.shfl_bfly(total, distance)) for total in sums]
+        return tuple(FragmentedArray.splat(total, ()) for total in sums)
+    return multiply(x, y)
+
+
+def _float_at(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """An entry of a float32 or bfloat16 vector, in float32."""
+    dtype, wide = ir.MemRefType(ref.type).element_type, ir.F32Type.get()
+    value = llvm.load(dtype, utils.getelementptr(utils.memref_ptr(ref), [index], dtype))
+    return value if dtype == wide else arith.extf(wide, value)
+
+
 def tile_factors(sums: Array, totals: Any, table: Any, *, interpret: bool) -> None:
     """The table [FACTORS, 64] of what lies between tiles, from the log decays' running sums in bits. totals: scratch [4, 64].
 

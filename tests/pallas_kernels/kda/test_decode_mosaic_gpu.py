@@ -58,6 +58,16 @@ def test_is_the_recurrence(key, value, gate, dtype, parameters, interpreter):
     assert rms_ratio(o, want_o) < (4e-3 if dtype == "bfloat16" else 1e-6)
 
 
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_blocks_go_from_item_to_item(blocks, interpreter, monkeypatch):
+    """12 items: more than a block has stages, and 4 blocks with 3 each."""
+    monkeypatch.setattr(mosaic_gpu_decode, "BLOCKS", blocks)
+    x = [arguments(64, 128, "bounded", "float32")[name] for name in ORDER]
+    call = mosaic_gpu_decode.Call("bounded", -5.0, True, True, 0.3)
+    for got, want in zip(mosaic_gpu_decode.step(call, *x), recurrence(call, x)):
+        assert rms_ratio(got, want) < 1e-6
+
+
 def test_gradient(interpreter):
     """Of the rule that surrounds the kernel, float32 against float64."""
     x = arguments(64, 64, "bounded", "float32")
