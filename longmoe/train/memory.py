@@ -92,7 +92,7 @@ def training_memory(cfg: TrainConfig, platform: Literal["gpu", "cpu"] = "gpu") -
     moments = {
         "loss": dict(gradients=summed, saved_activations=hidden + sum(saved) + output_memory(model, rows, tokens).saved,
                      temporary=loss_memory(cfg, rows, tokens), loop_buffers=sum(ahead)),
-        "backward": max((_backward(model, group, kinds, saved, gradients, hidden) | dict(loop_buffers=sum(ahead[:group.start]))
+        "backward": max((_backward(model, group, kinds, saved, gradients, hidden, tokens) | dict(loop_buffers=sum(ahead[:group.start]))
                          for group in flat_plan(model)), key=lambda parts: sum(parts.values())),
         # All gradients are there until their norm is known; parameters are then written one after another.
         "optimizer": dict(gradients=all_gradients, saved_activations=0, loop_buffers=0,
@@ -105,15 +105,18 @@ def training_memory(cfg: TrainConfig, platform: Literal["gpu", "cpu"] = "gpu") -
                           {f"{mixer} and {'dense' if is_dense else 'experts'}": layer.saved for (mixer, is_dense), layer in kinds.items()})
 
 
-def _backward(model: ModelConfig, group: Group, kinds: dict[Any, LayerMemory], saved: list[int], gradients: dict[str, int], hidden: int) -> dict[str, int]:
+def _backward(model: ModelConfig, group: Group, kinds: dict[Any, LayerMemory], saved: list[int], gradients: dict[str, int], hidden: int,
+              tokens: int) -> dict[str, int]:
     """The backward pass through `group`: what layers before it keep, the gradients of those after it, the fullest of its layers."""
     # A scan's stacks, of what is kept and of the gradients, are whole from its beginning to its end.
     scanned, end = group.repeats > 1, group.start + group.period * group.repeats
     after = sum(size for name, size in gradients.items() if name not in {g.name for g in flat_plan(model) if g.start < end})
     sources = next(n for n, block in enumerate(depth_blocks(model), 1) if group.start in block) if model.residual.kind == "block" else 0
     fullest = max(kinds[_kind(model, layer)].backward for layer, _, _ in group.layers())
+    # A loop over pieces gives the gradients of all sources whole before they are added to those of later layers; `layer_memory` has one source.
+    of_sources = (sources + 1 + (max(sources - 1, 0) if in_pieces(model, tokens) else 0)) * hidden
     return dict(gradients=after + (gradients[group.name] if scanned else 0), saved_activations=hidden + sum(saved[:end if scanned else group.start]),
-                temporary=fullest + (sources + 1) * hidden)
+                temporary=fullest + of_sources)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """The estimate of a step's memory against what XLA assigned, at settings whose fullest moments differ; and the rules that it follows from."""
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import longmoe
 from longmoe.model.lm import RUN_ONCE
 from longmoe.presets import PRESETS
 from longmoe.train import liveness
-from longmoe.train.memory import compiled_bytes, training_memory
+from longmoe.train.memory import compiled_bytes, layer_memory, training_memory
 from longmoe.train.state import abstract_train_state
 from longmoe.train.step import KEYS, make_train_step
 
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "train_memory.json").read_text())
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEASURED = json.loads((RESULTS / "train_memory.json").read_text())
+LONG_ROWS = json.loads((RESULTS / "long_context.json").read_text())["rows"]
 
 
 def config(preset, rows, tokens, remat, accumulation_steps):
@@ -32,6 +35,26 @@ def test_estimate_is_within_15_percent_of_what_was_measured(row):
     assert found.peak == pytest.approx(row["measured_bytes"], rel=0.15)
     # The state alone is exact but for the step, the key and the biases.
     assert found.parts["parameters"] + found.parts["optimizer"] + found.parts["batch"] == pytest.approx(row["arguments"], rel=5e-3)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Layers are traced as on a Hopper GPU."""
+    for operator in ("kda", "grouped_matmul", "attention"):
+        monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{operator}.specs"), "unmet_on_hopper", list)
+    layer_memory.cache_clear()
+    yield
+    layer_memory.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", LONG_ROWS, ids=lambda row: f"{row['tokens']}-{'mla' if row['mla'] else 'kda alone'}")
+def test_estimate_is_within_15_percent_of_long_rows(row, kernels):
+    """Measured on an H200."""
+    cfg = config(row["preset"], 1, row["tokens"], "full", 1)
+    model = dataclasses.replace(cfg.model, token_chunk=row["token_chunk"], implementation=row["implementation"],
+                                mla_every=cfg.model.mla_every if row["mla"] else 0)
+    assert training_memory(dataclasses.replace(cfg, model=model)).peak == pytest.approx(row["peak_bytes"], rel=0.15)
 
 
 @pytest.mark.slow
