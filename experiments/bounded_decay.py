@@ -16,6 +16,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,23 +186,37 @@ def timed_calls(dtype: str) -> dict[str, Callable[..., Any]]:
 
 def speed_part(scale: Scale) -> dict[str, Any]:
     """Milliseconds [median, least] of the forward pass and of forward and backward, and the RMS ratio of that output to the float64 recurrence."""
+    inputs = {shape: speed_inputs(shape, scale.timed_dtype) for shape in scale.timed}
+    lowered = {(shape, name, what): jax.jit(f).lower(*inputs[shape][0]) for shape in scale.timed for name, call in timed_calls(scale.timed_dtype).items()
+               for what, f in (("forward", call), ("forward_backward", with_gradients(call)))}
+    # Compiled side by side, before anything is timed.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = dict(zip(lowered, pool.map(lambda one: one.compile(), lowered.values())))
     rows = []
-    for shape in scale.timed:
-        x = specs.inputs(shape)
-        heads, width = x["g"].shape[2:]
-        cast = lambda array: jnp.asarray(array, scale.timed_dtype)
-        g = cast(np.random.default_rng(1).normal(size=x["g"].shape))
-        bias = init_dt_bias(jax.random.key(0), (heads, width))
-        arguments = (*(cast(x[name]) for name in "qkv"), g, jnp.asarray(x["beta"]), jnp.zeros(heads), bias)
-        plain = {name: np.asarray(array.astype(jnp.float32)) for name, array in zip("qkv", arguments)}
-        want = reference(dict(plain, g=np.asarray(log_decay(g.astype(jnp.float32), "bounded", jnp.zeros(heads), bias, None)), beta=x["beta"]))
-        for name, call in timed_calls(scale.timed_dtype).items():
-            forward = jax.jit(call)
-            both = jax.jit(jax.grad(lambda *a, call=call: jnp.sum(call(*a).astype(jnp.float32) * a[2].astype(jnp.float32)), argnums=tuple(range(7))))
-            times = {what: [round(ms, 3) for ms in median_ms(f, *arguments, inner=scale.inner, outer=scale.outer)]
-                     for what, f in (("forward", forward), ("forward_backward", both))}
-            rows.append(dict(call=name, **shape._asdict(), **times, rms=float(f"{rms_ratio(forward(*arguments).astype(jnp.float32), want):.3g}")))
+    for shape, name in dict.fromkeys(key[:2] for key in programs):
+        arguments, want = inputs[shape]
+        run = lambda what: programs[shape, name, what]  # noqa: B023
+        times = {what: [round(ms, 3) for ms in median_ms(run(what), *arguments, inner=scale.inner, outer=scale.outer)]
+                 for what in ("forward", "forward_backward")}
+        rows.append(dict(call=name, **shape._asdict(), **times, rms=float(f"{rms_ratio(run('forward')(*arguments).astype(jnp.float32), want):.3g}")))
     return dict(dtype=scale.timed_dtype, load=round(os.getloadavg()[0], 2), rows=rows)
+
+
+def speed_inputs(shape: specs.Shape, dtype: str) -> tuple[tuple[jax.Array, ...], np.ndarray]:
+    """(q, k, v, raw g, beta, a_log, dt_bias) and the float64 recurrence's output on them."""
+    x = specs.inputs(shape)
+    heads, width = x["g"].shape[2:]
+    cast = lambda array: jnp.asarray(array, dtype)
+    g = cast(np.random.default_rng(1).normal(size=x["g"].shape))
+    bias = init_dt_bias(jax.random.key(0), (heads, width))
+    arguments = (*(cast(x[name]) for name in "qkv"), g, jnp.asarray(x["beta"]), jnp.zeros(heads), bias)
+    plain = {name: np.asarray(array.astype(jnp.float32)) for name, array in zip("qkv", arguments)}
+    decay = np.asarray(log_decay(g.astype(jnp.float32), "bounded", jnp.zeros(heads), bias, None))
+    return arguments, reference(dict(plain, g=decay, beta=x["beta"]))
+
+
+def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda *a: jnp.sum(call(*a).astype(jnp.float32) * a[2].astype(jnp.float32)), argnums=tuple(range(7)))
 
 
 def loss_part(scale: Scale, corpus: Path, run_dir: Path) -> dict[str, Any]:

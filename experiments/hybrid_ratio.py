@@ -65,8 +65,9 @@ def measure_decoding(model: ModelConfig, size: str) -> arms.Figures:
     """Context -> milliseconds a token (one a repeat), bytes of the cache's arrays, and bytes on paper."""
     contexts, (tokens, repeats) = CONTEXTS[size], (4, 2) if size == "smoke" else (32, 5)
     paper = serving_costs(model, ServingConfig(devices=1, weights="float32", cache=model.dtype), contexts)
-    return {str(row.length): dict(milliseconds=decode_milliseconds(model, row.length, tokens=tokens, repeats=repeats),
-                                  bytes=array_bytes(model, row.length), bytes_on_paper=row.sequence_bytes) for row in paper.rows}
+    milliseconds = decode_milliseconds(model, contexts, tokens=tokens, repeats=repeats)
+    return {str(row.length): dict(milliseconds=milliseconds[row.length], bytes=array_bytes(model, row.length), bytes_on_paper=row.sequence_bytes)
+            for row in paper.rows}
 
 
 def decode_part(args: argparse.Namespace) -> tuple[dict[str, Any], float]:
