@@ -39,7 +39,9 @@ def mqar_task(vocab_size: int = MQAR_VOCAB, num_pairs: int | None = None) -> Tok
         if length < 4 * pairs:
             raise SizeError(f"length: got {length}, wanted at least 4 * num_pairs = {4 * pairs} for mqar")
         keys, values = draws.distinct(half, pairs), half + draws.distinct(vocab_size - half, pairs)
-        free = np.setdiff1d(np.arange(vocab_size), np.concatenate([keys, values]))
+        is_free = np.ones(vocab_size, bool)
+        is_free[keys] = is_free[values] = False
+        free = np.flatnonzero(is_free)
         tokens = free[draws.integers(len(free), length)]
         tokens[0:2 * pairs:2], tokens[1:2 * pairs:2] = keys, values
         space = (length - 2 * pairs) // 2
