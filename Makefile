@@ -50,6 +50,7 @@ smoke: $(VENV)/.installed
 	$(PY) experiments/longer_text.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/longer_text
 	for name in balancing attn_residuals hybrid_ratio one_part beyond_length; do \
 	  $(PY) experiments/$$name.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/$$name || exit 1; done
+	$(PY) experiments/planted_facts.py --smoke --run-dir build/smoke/planted_facts
 # Nearly all of their time is compilation.
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PY) experiments/synthetic_recall.py --smoke --run-dir build/smoke/synthetic_recall
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PY) experiments/bounded_decay.py --smoke --corpus build/smoke/demo/corpus --run-dir build/smoke/bounded_decay

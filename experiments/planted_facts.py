@@ -1,0 +1,143 @@
+"""Does a model find what it has read? Ten minutes of training on text and on documents with planted facts, then a needle at every depth.
+
+    python experiments/planted_facts.py [--size cpu|h200] [--run-dir runs/planted_facts] [--out results.json] [--steps N] [--samples 8] [--smoke]
+
+Half of the training tokens are the standard library's source, half are pieces of it with facts between them and questions about them behind: a number, a
+number that a later one replaces, a number that is nowhere. The needle grid words its question as they do, over other draws of the same words, and hides it
+in prose. h200: the small preset with the mimetic start, rows of 8,192 tokens, 1,150 steps of 8 rows, planned for 10 minutes; cpu: nano, rows of 512 tokens.
+Scored are lengths inside the trained rows and up to eight times beyond.
+
+Time: not measured. Expected: at least 95% of the needles inside the trained length. How far beyond it holds is what the plot says: nothing in the recipe
+knows a position, but no training row is longer.
+
+Writes results.json, and planted_facts.png beside it: the share of needles found (official score, Wilson's 95 % interval) over the length, with the controls.
+The page with heat maps over depth is in RUN_DIR/run/evaluations. The same command resumes.
+"""
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import run_record
+
+import longmoe
+from longmoe import plotting
+from longmoe.configs import DataConfig, SourceConfig, TrainConfig
+from longmoe.data.corpus import build_stdlib_corpus, stdlib_contents
+from longmoe.data.long_documents import Filling, write_long_documents
+from longmoe.data.planted import planted_documents
+from longmoe.data.token_folder import read_token_folder
+from longmoe.eval_commands import SuiteRun, run_suites
+from longmoe.train.metrics import read_lines
+
+FACTS = ("single", "last_counts", "absent")
+PLOTTED = {"needle_grid": "needle", "needle_duplicate": "control: a later number counts", "needle_absent": "control: no number"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Sizes of model, data and training."""
+    preset: str
+    row: int
+    """Tokens of a training row."""
+    batch: int
+    steps: int
+    documents: int
+    """With planted facts."""
+    filling: tuple[int, int]
+    """Least and most tokens of a document's filling, log-uniform between."""
+    questions: int
+    lengths: tuple[int, ...]
+    """At which needles are hidden."""
+    learning_rate: float
+
+
+BUDGETS = {
+    "h200": Budget("small", row=8192, batch=8, steps=1150, documents=8000, filling=(256, 6000), questions=16,
+                   lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=1e-3),
+    "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(32, 256), questions=2, lengths=(320, 512, 1024, 2048, 4096),
+                  learning_rate=3e-3),
+    "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=2, lengths=(320,), learning_rate=3e-3),
+}
+
+
+def prepare(folder: Path, budget: Budget, vocab_size: int) -> Path:
+    """folder/text: a token folder of the standard library; folder/planted.jsonl: pieces of its files with facts and questions, worded as the needle grid's."""
+    if not (folder / "text").exists():
+        build_stdlib_corpus(folder / "text", vocab_size=vocab_size)
+    planted = folder / f"planted_{budget.documents}_{budget.filling[1]}.jsonl"
+    if not planted.exists():
+        tokenizer, contents = read_token_folder(folder / "text").tokenizer, stdlib_contents()
+        least, most = map(math.log, budget.filling)
+        length = lambda draws: int(math.exp(least + (most - least) * float(draws.uniform(1)[0])))
+        made = planted_documents(Filling([contents.content(i) for i in range(len(contents))], tokenizer), seed=0, questions=budget.questions, length=length,
+                                 kinds=FACTS)
+        unfinished = planted.with_suffix(".unfinished")
+        write_long_documents(unfinished, itertools.islice(made, budget.documents), tokenizer)
+        unfinished.rename(planted)
+    return planted
+
+
+def config(folder: Path, planted: Path, budget: Budget) -> TrainConfig:
+    cfg = longmoe.presets.PRESETS[budget.preset]()
+    sources = (SourceConfig(path=str(folder / "text"), name="text"), SourceConfig(kind="jsonl", path=str(planted), name="planted"))
+    model = dataclasses.replace(cfg.model, init="mimetic")
+    if budget.steps <= 2:
+        model = dataclasses.replace(model, num_layers=1, mla_every=1, dense_layers=0)
+    return dataclasses.replace(
+        cfg, model=model, steps=budget.steps, data=DataConfig(sources=sources, sequence_length=budget.row, batch_size=budget.batch, workers=2),
+        optim=dataclasses.replace(cfg.optim, learning_rate=budget.learning_rate, warmup_steps=max(1, budget.steps // 12)),
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=budget.steps, keep=1))
+
+
+def scores(evaluation: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
+    """Task -> length -> official score with its interval, and the strict one."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in evaluation["tasks"]:
+        official, strict = row["scores"]["official"], row["scores"]["strict"]
+        found.setdefault(row["task"], {})[str(row["length"])] = {name: official[name] for name in ("mean", "low", "high", "n")} | {"strict": strict["mean"]}
+    return found
+
+
+def figure(found: dict[str, dict[str, dict[str, float]]], row: int) -> bytes:
+    bands = {label: plotting.Band([int(length) for length in found[task]], *np.asarray([[cell[bound] for bound in ("mean", "low", "high")]
+                                                                                        for cell in found[task].values()]).T)
+             for task, label in PLOTTED.items() if task in found}
+    return plotting.png(plotting.band_panels([plotting.Panel("tokens of prompt and answer", "share right", bands, "log2",
+                                                             title=f"trained on rows of {row:,} tokens")]))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=("cpu", "h200"), default="h200")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/planted_facts"))
+    parser.add_argument("--out", type=Path, help="where the results go, with planted_facts.png beside them (default: RUN_DIR/results.json)")
+    parser.add_argument("--steps", type=int, help="in place of the size's own")
+    parser.add_argument("--samples", type=int, default=8, help="needles at each depth and length")
+    parser.add_argument("--smoke", action="store_true", help="two steps of a layer, for tests")
+    args = parser.parse_args(argv)
+    budget = BUDGETS["smoke" if args.smoke else args.size]
+    if args.steps is not None:
+        budget = dataclasses.replace(budget, steps=args.steps)
+    folder, run, samples = args.run_dir / "data", args.run_dir / "run", 1 if args.smoke else args.samples
+    cfg = config(folder, prepare(folder, budget, longmoe.presets.PRESETS[budget.preset]().model.vocab_size), budget)
+    lines = read_lines(Path(longmoe.fit(cfg, str(run)).paths.metrics))
+    run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples))
+    newest = max((run / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime)
+    found, seconds = scores(json.loads(newest.read_text())), lines[-1]["elapsed_seconds"]
+    out = args.out or args.run_dir / "results.json"
+    results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, tokens=sum(line["tokens"] for line in lines),
+                   loss=float(np.mean([line["loss"] for line in lines[-max(1, len(lines) // 20):]])), training_seconds=round(seconds, 1),
+                   run=run_record("planted_facts.py", argv, seconds))
+    out.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    out.with_name("planted_facts.png").write_bytes(figure(found, budget.row))
+    print(json.dumps({task: {length: cell["mean"] for length, cell in cells.items()} for task, cells in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
