@@ -60,7 +60,7 @@ class Budget:
 BUDGETS = {
     "h200": Budget("small", row=8192, batch=8, steps=1150, documents=8000, filling=(256, 6000), questions=16,
                    lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=1e-3),
-    "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(32, 256), questions=2, lengths=(320, 512, 1024, 2048, 4096),
+    "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(32, 192), questions=4, lengths=(320, 512, 1024, 2048, 4096),
                   learning_rate=3e-3),
     "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=2, lengths=(320,), learning_rate=3e-3),
 }

@@ -110,7 +110,7 @@ def band_panels(panels: Sequence[Panel], *, columns: int = 1) -> Figure:
         axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel, yscale=panel.yscale, title=panel.title)
         if panel.xscale == "log2":
             ticks = sorted({point for band in panel.bands.values() for point in band.x})
-            axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+            axes.set_xticks(ticks, [f"{tick:,.9g}" for tick in ticks])
         # A legend wider than its axes would take the layout's whole width from them.
         axes.legend(ncols=max(1, min(3, 75 // (6 + max(map(len, panel.bands))))), fontsize=7)
         _tidy(axes)
