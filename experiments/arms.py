@@ -188,7 +188,7 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
     range."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--corpus", type=Path, default=Path("runs/demo/corpus"))
-    parser.add_argument("--run-dir", type=Path, default=Path("runs") / name)
+    parser.add_argument("--run-dir", type=Path, help=f"where the runs go (default: runs/{name}, with _smoke behind it under --smoke)")
     parser.add_argument("--out", type=Path, help=f"where the results go, with {name}.png beside them (default: RUN_DIR/results.json)")
     parser.add_argument("--size", choices=SIZES, default="cpu", help="cpu: the demo's model; h200: a wider one for one GPU")
     parser.add_argument("--seeds", type=int, default=seeds, help="how many seeds, from 0")
@@ -200,6 +200,7 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
         if getattr(args, option) < 1:
             parser.error(f"--{option}: got {getattr(args, option)}, wanted at least 1")
     args.name, args.argv = name, argv
+    args.run_dir = args.run_dir or Path("runs") / (f"{name}_smoke" if args.smoke else name)
     args.out = args.out or args.run_dir / "results.json"
     args.size, args.seeds = ("smoke", range(1)) if args.smoke else (args.size, range(args.seeds))
     if args.smoke:

@@ -54,10 +54,12 @@ def figure(trained: arms.Trained) -> bytes:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "balancing", seeds=1)
     trained = arms.train(variants(args.size, args.corpus), args.seeds, args.run_dir, measure_nothing, args.jobs)
-    summaries = arms.summaries({arm: [last_fifth(lines) for lines in runs] for arm, runs in trained.lines.items()})
+    figures = {arm: [last_fifth(lines) for lines in runs] for arm, runs in trained.lines.items()}
+    summaries = arms.summaries(figures)
     level = {arm: float(np.mean(found["max_violation"]["mean"])) for arm, found in summaries.items()}
     ratios = {arm: round(value / level["none"], 4) for arm, value in level.items() if level["none"]}
-    arms.write_results(args, trained.seconds, dict(arms=summaries, ratio_to_none=ratios), figure(trained))
+    differences = arms.differences(figures, "none", ("loss",))
+    arms.write_results(args, trained.seconds, dict(arms=summaries, ratio_to_none=ratios, base="none", differences=differences), figure(trained))
 
 
 if __name__ == "__main__":

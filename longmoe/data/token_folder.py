@@ -64,6 +64,9 @@ class TokenFolder:
     train: Split
     heldout: Split
 
+    def __repr__(self) -> str:
+        return f"TokenFolder({self.path}, {self.vocab_size} ids, {len(self.train.tokens)} + {len(self.heldout.tokens)} tokens)"
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 over the contents of all files; a run that resumes compares it."""

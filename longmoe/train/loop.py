@@ -30,6 +30,10 @@ class Fitted(NamedTuple):
     state: TrainState
     paths: RunPaths
 
+    def __repr__(self) -> str:
+        """Not of every array: a notebook shows the last value of a cell."""
+        return f"Fitted(step {int(self.state.step)}, {self.paths.root})"
+
 
 def fit(cfg: TrainConfig, run_dir: epath.PathLike, *, fresh: bool = False, resume_from: int | None = None, measure: Measure | None = None) -> Fitted:
     """Trains for cfg.steps steps and returns the final state and the run's paths.

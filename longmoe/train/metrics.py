@@ -1,4 +1,5 @@
 """What a run writes while it trains: metrics.jsonl, log.txt and the progress display."""
+import importlib.util
 import json
 import logging
 import math
@@ -89,13 +90,14 @@ def _as_loud_as_root(record: logging.LogRecord) -> bool:
 
 
 class ProgressDisplay:
-    """A live bar where there is a terminal or a notebook, otherwise a plain line now and then. Use as a context manager."""
+    """A live bar where there is a terminal or a notebook with ipywidgets, otherwise a plain line now and then. Use as a context manager."""
 
     PLAIN_SECONDS = 10.0
 
     def __init__(self, name: str, total: int, start: int = 0):
         self._name, self._total, self._start, self._step = name, total, start, start
-        self._console = Console(stderr=True)
+        # A bar in a notebook is a widget; without those rich would warn at each run.
+        self._console = Console(stderr=True, force_jupyter=None if importlib.util.find_spec("ipywidgets") else False)
         self._live = self._console.is_terminal or self._console.is_jupyter
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
                    TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())
