@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 # Checked elsewhere: `make check` runs the demo and installs the wheel.
-NOT_HERE = ("make ", "pip install ")
+NOT_HERE = ("make ", "pip install ", "python3.12 -m venv ")
 SMALLER = {"--steps 300": "--steps 2", "path/to/files": "files"}
 
 
