@@ -52,9 +52,10 @@ class LongMoE(nn.Module):
         """tokens int32 [B, T]; segment_ids int32 [B, T], 0 = padding, None = one document a row.
 
         cache: from init_cache or an earlier call; every row is then one document and segment_ids only marks padding (as 0) behind its tokens.
+        ValueError for other shapes and dtypes, and for ids outside the vocabulary where they are known: inside a compiled function their rows are NaN.
         """
         config = self.model_config
-        _check_tokens(tokens, segment_ids)
+        _check_tokens(tokens, segment_ids, config.vocab_size)
         if return_max_logits and cache is not None:
             raise ValueError("return_max_logits: got a cache too, wanted a pass without one; largest logits are a training pass's")
         asked = dict(return_depth_weights=return_depth_weights, return_max_logits=return_max_logits)
@@ -140,9 +141,13 @@ def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str
     return caches
 
 
-def _check_tokens(tokens: Array, segment_ids: Array | None) -> None:
+def _check_tokens(tokens: Array, segment_ids: Array | None, vocab_size: int) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: got {tokens.dtype}{list(tokens.shape)}, wanted integers [B, T]")
+    if not isinstance(tokens, jax.core.Tracer) and tokens.size:
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"tokens: got ids from {low} to {high}, wanted 0 to {vocab_size - 1}, the model's vocabulary")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
         raise ValueError(f"segment_ids: got shape {list(segment_ids.shape)}, wanted that of tokens, {list(tokens.shape)}")
 

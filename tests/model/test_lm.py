@@ -192,3 +192,6 @@ def test_refuses_bad_tokens():
         LongMoE(model).apply(variables, jnp.zeros((1, 4)))
     with pytest.raises(ValueError, match="segment_ids"):
         LongMoE(model).apply(variables, jnp.zeros((1, 4), jnp.int32), jnp.zeros((1, 5), jnp.int32))
+    for ids, found in ([[0, 999]], "from 0 to 999"), ([[-1, 2]], "from -1 to 2"):
+        with pytest.raises(ValueError, match=f"tokens: got ids {found}, wanted 0 to {model.vocab_size - 1}"):
+            LongMoE(model).apply(variables, jnp.asarray(ids))
