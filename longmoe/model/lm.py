@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from longmoe.configs import ModelConfig
@@ -144,8 +145,9 @@ def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str
 def _check_tokens(tokens: Array, segment_ids: Array | None, vocab_size: int) -> None:
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: got {tokens.dtype}{list(tokens.shape)}, wanted integers [B, T]")
-    if not isinstance(tokens, jax.core.Tracer) and tokens.size:
-        low, high = int(tokens.min()), int(tokens.max())
+    if not isinstance(tokens, jax.core.Tracer) and tokens.size and getattr(tokens, "is_fully_addressable", True):
+        ids = np.asarray(tokens)                                        # a constant of a program that is being traced is known too
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"tokens: got ids from {low} to {high}, wanted 0 to {vocab_size - 1}, the model's vocabulary")
     if segment_ids is not None and segment_ids.shape != tokens.shape:
