@@ -32,8 +32,9 @@ from longmoe.presets import PRESETS  # noqa: E402
 from longmoe.train.loop import state_and_step  # noqa: E402
 from longmoe.train.memory import compiled_bytes  # noqa: E402
 from longmoe.train.run_files import commit, versions  # noqa: E402
-from longmoe.train.step import KEYS  # noqa: E402
+from longmoe.train.step import KEYS, compiler_options  # noqa: E402
 from longmoe.train.throughput import Throughput, available_flops, training_flops  # noqa: E402
+from pallas_kernels.testing import median_ms  # noqa: E402
 
 ONCE_ABOVE = 65536
 """Tokens above which a part of the model is timed once: attention over a million tokens takes seconds."""
@@ -78,30 +79,21 @@ def parts(cfg):
     return {name: (module, length, layers * tokens // length) for name, (module, length, layers) in found.items() if layers}
 
 
-def compiled_parts(cfg):
+def compiled_parts(cfg, mesh):
+    """Compiled as the step is."""
     lowered = {name: lowered_part(cfg, module, length) for name, (module, length, _) in parts(cfg).items()}
     with ThreadPoolExecutor(len(lowered)) as pool:
-        programs = pool.map(lambda one: one[0].compile(), lowered.values())
+        programs = pool.map(lambda one: one[0].compile(compiler_options(cfg, mesh)), lowered.values())
         return {name: (program, arguments) for (name, (_, arguments)), program in zip(lowered.items(), programs)}
 
 
-def part_seconds(cfg):
+def part_seconds(cfg, mesh):
     """Part -> estimated seconds a step, of all its layers and pieces."""
-    programs, found = compiled_parts(cfg), {}
+    programs, found = compiled_parts(cfg, mesh), {}
     for name, (_, length, count) in parts(cfg).items():
         program, arguments = programs[name]
-        found[name] = round(count * timed(program, *arguments(), repeats=3 if length <= ONCE_ABOVE else 1), 4)
+        found[name] = round(count * median_ms(program, *arguments(), inner=1, outer=3 if length <= ONCE_ABOVE else 1, warmups=1)[0] / 1e3, 4)
     return found
-
-
-def timed(program, *arguments, repeats):
-    """Median seconds of a call, after one to warm up."""
-    seconds = []
-    for _ in range(repeats + 1):
-        began = time.monotonic()
-        jax.block_until_ready(program(*arguments))
-        seconds.append(time.monotonic() - began)
-    return float(np.median(seconds[1:]))
 
 
 def measure(cfg, steps):
@@ -120,7 +112,7 @@ def measure(cfg, steps):
                compiled_bytes=compiled_bytes(step.memory_analysis()), estimated_bytes=longmoe.estimate(cfg, platform=platform()).bytes_per_device)
     row["mfu"] = None if peak is None else round(training_flops(cfg) * row["tokens_per_second"] / peak, 4)
     del state, batch
-    return row | dict(part_seconds=part_seconds(cfg))
+    return row | dict(part_seconds=part_seconds(cfg, mesh))
 
 
 def platform():

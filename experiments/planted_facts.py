@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import longmoe
 from longmoe import plotting
 from longmoe.configs import DataConfig, SourceConfig, TrainConfig
 from longmoe.data.corpus import build_stdlib_corpus, stdlib_contents
-from longmoe.data.long_documents import Filling, write_long_documents
+from longmoe.data.long_documents import Filling, log_uniform, write_long_documents
 from longmoe.data.planted import planted_documents
 from longmoe.data.token_folder import read_token_folder
 from longmoe.eval_commands import SuiteRun, run_suites
@@ -75,10 +74,8 @@ def prepare(folder: Path, budget: Budget, vocab_size: int) -> tuple[Path, Path]:
     planted = folder / f"planted_{vocab_size}_{budget.documents}_{budget.filling[1]}_{budget.questions}.jsonl"
     if not planted.exists():
         tokenizer, contents = read_token_folder(text).tokenizer, stdlib_contents()
-        least, most = map(math.log, budget.filling)
-        length = lambda draws: int(math.exp(least + (most - least) * float(draws.uniform(1)[0])))
-        made = planted_documents(Filling([contents.content(i) for i in range(len(contents))], tokenizer), seed=0, questions=budget.questions, length=length,
-                                 kinds=FACTS)
+        made = planted_documents(Filling([contents.content(i) for i in range(len(contents))], tokenizer), seed=0, questions=budget.questions,
+                                 length=log_uniform(*budget.filling), kinds=FACTS)
         unfinished = planted.with_suffix(".unfinished")
         write_long_documents(unfinished, itertools.islice(made, budget.documents), tokenizer)
         unfinished.rename(planted)
@@ -131,9 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     cfg = config(*prepare(run_dir / "data", budget, longmoe.presets.PRESETS[budget.preset]().model.vocab_size), budget)
     lines = read_lines(Path(longmoe.fit(cfg, str(run)).paths.metrics))
-    run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples))
-    newest = max((run / "evaluations").glob("*.json"), key=lambda path: path.stat().st_mtime)
-    found, seconds = scores(json.loads(newest.read_text())), lines[-1]["elapsed_seconds"]
+    page = run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples))
+    found, seconds = scores(json.loads(page.with_suffix(".json").read_text())), lines[-1]["elapsed_seconds"]
     results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, tokens=sum(line["tokens"] for line in lines),
                    loss=float(np.mean([line["loss"] for line in lines[-max(1, len(lines) // 20):]])), training_seconds=round(seconds, 1),
                    run=run_record("planted_facts.py", argv, seconds))

@@ -97,8 +97,9 @@ def evaluate(arguments: list[str]) -> None:
     if parsed.suite:
         if parsed.batches is not None or parsed.sequence_length is not None:
             raise ValueError("suite: got it beside batches or sequence_length, which are of the held-out pass; wanted samples and lengths")
-        return run_suites(SuiteRun(parsed.run, tuple(dict.fromkeys(parsed.suite.split(","))), parsed.lengths, parsed.samples, parsed.seed, parsed.essay,
-                                   parsed.step, parsed.batch_size))
+        run_suites(SuiteRun(parsed.run, tuple(dict.fromkeys(parsed.suite.split(","))), parsed.lengths, parsed.samples, parsed.seed, parsed.essay,
+                            parsed.step, parsed.batch_size))
+        return
     step = kept_step(parsed.run, parsed.step)
     config, variables = load_checkpoint(parsed.run, step)
     changes = {name: value for name in ("batch_size", "sequence_length") if (value := getattr(parsed, name)) is not None}

@@ -47,8 +47,10 @@ class SuiteRun:
     batch_size: int | None = None
 
 
-def run_suites(asked: SuiteRun) -> None:
-    """Runs the suites, prints a table, and writes RUN/evaluations/step<step>-<what was asked>.json and .html; both also after each length, shortest first.
+def run_suites(asked: SuiteRun) -> epath.Path:
+    """Runs the suites, prints a table, and writes RUN/evaluations/step<step>-<what was asked>.json and .html.
+
+    Both also after each length, shortest first. Returns the page's path.
 
     ValueError for a name that is no suite, a suite on text for a run without a tokenizer, and a suite whose ids the model does not have.
     """
@@ -85,6 +87,7 @@ def run_suites(asked: SuiteRun) -> None:
             page = _write(asked, lengths, results, positions)
     _print(asked.run, results, positions)
     print(f"{page.with_suffix('.json')}\n{page}")
+    return page
 
 
 def _tasks(asked: SuiteRun, config: TrainConfig) -> list[Task]:

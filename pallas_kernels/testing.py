@@ -41,9 +41,9 @@ def outputs_and_gradients(function: Callable, arguments: Mapping[str, Any], cota
         return jax.tree.map(np.asarray, run({n: x for n, x in arguments.items() if n not in fixed}, fixed, cotangents))
 
 
-def median_ms(function: Callable, *arguments: Any, inner: int, outer: int) -> tuple[float, float]:
-    """(median, least) milliseconds of a call, over `outer` runs of `inner` calls each, after two calls to warm up."""
-    for _ in range(2):
+def median_ms(function: Callable, *arguments: Any, inner: int, outer: int, warmups: int = 2) -> tuple[float, float]:
+    """(median, least) milliseconds of a call, over `outer` runs of `inner` calls each, after some calls to warm up."""
+    for _ in range(warmups):
         jax.block_until_ready(function(*arguments))
     times = []
     for _ in range(outer):

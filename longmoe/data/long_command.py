@@ -10,8 +10,7 @@ from typing import Literal
 import tyro
 
 from longmoe.configs import SourceConfig
-from longmoe.data.draws import Draws
-from longmoe.data.long_documents import Filling, LongDocument, Summary, folder_documents, write_long_documents
+from longmoe.data.long_documents import Filling, LongDocument, Summary, folder_documents, log_uniform, write_long_documents
 from longmoe.data.planted import KINDS, planted_documents
 from longmoe.data.records import TEXT_SUFFIXES, TextFiles
 from longmoe.data.sources import Contents, load_tokenizer
@@ -75,12 +74,9 @@ def _documents(args: Long, tokenizer: Tokenizer) -> Iterator[LongDocument]:
         return folder_documents(args.text, suffixes=suffixes, depth=args.depth, order=args.order)
     files = Contents(SourceConfig(kind="text", path=args.text), TextFiles(Path(args.text), suffixes))
     filling = Filling([files.content(i) for i in range(len(files))], tokenizer)
-    least, most = math.log(args.least_tokens or 1024), math.log(args.most_tokens)
-
-    def length(draws: Draws) -> int:
-        return int(math.exp(least + (most - least) * float(draws.uniform(1)[0])))
-
-    wanted = args.documents * (math.exp(most) - math.exp(least)) / max(most - least, 1e-9)
+    least, most = args.least_tokens or 1024, args.most_tokens
+    length = log_uniform(least, most)
+    wanted = args.documents * (most - least) / max(math.log(most / least), 1e-9)
     if wanted > filling.tokens:
         print(f"{args.text} holds {filling.tokens:,} tokens of filling; {args.documents:,} documents take about {wanted:,.0f}, so that texts come again")
     if args.kind == "traces":

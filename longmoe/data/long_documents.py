@@ -7,9 +7,10 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -99,6 +100,12 @@ def _toctree(texts: dict[str, str], page: str, seen: frozenset[str] = frozenset(
             if not entry.startswith(":"):
                 target = entry.lstrip("/") if entry.startswith("/") or not folder else f"{folder}/{entry}"
                 yield from _toctree(texts, target.removesuffix(".rst"), seen | {name})
+
+
+def log_uniform(least: int, most: int) -> Callable[[Draws], int]:
+    """(draws) -> a length from least to most tokens, log-uniform."""
+    low, high = math.log(least), math.log(most)
+    return lambda draws: int(math.exp(low + (high - low) * float(draws.uniform(1)[0])))
 
 
 class Filling:
