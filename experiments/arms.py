@@ -92,20 +92,27 @@ Measure = Callable[[Run], Figures]
 def train(configs: Mapping[str, TrainConfig], seeds: Sequence[int], run_dir: Path, measure: Measure, jobs: int = 1) -> Trained:
     """Trains and measures every arm under every seed. What was trained and measured before, under the same config, is read back.
 
-    jobs: above 1, so many runs at a time, each in a process of its own with an equal share of the device's memory, and `measure` a function that can be
-    pickled. Where models are small, one run compiles, loads or dispatches while another one computes; and only a process that is new finds the programs of
-    the seed before it, since jax 0.11 numbers the kernels that a process lowers and takes the number for a part of the program.
+    jobs: so many runs at a time, `side_by_side`.
     """
     calls = [(arm, dataclasses.replace(cfg, seed=seed), run_dir, measure) for seed in seeds for arm, cfg in configs.items()]
     with clocked(run_dir / "seconds.json") as clock:
-        if jobs == 1:
-            found = [train_and_measure(*call) for call in calls]
-        else:
-            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
-            with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-                found = list(pool.map(train_and_measure, *zip(*calls)))
+        found = side_by_side(train_and_measure, calls, jobs)
     by_arm = lambda part: {arm: [one[part] for one in found[i::len(configs)]] for i, arm in enumerate(configs)}
     return Trained(by_arm(0), by_arm(1), clock[0])
+
+
+def side_by_side[T](function: Callable[..., T], calls: Sequence[tuple[Any, ...]], jobs: int) -> list[T]:
+    """What `function` gives for each of `calls`. jobs: above 1, so many at a time, each in a process of its own with an equal share of the device's memory;
+    all that goes in and out is then pickled.
+
+    Where models are small, one call compiles, loads or dispatches while another one computes; and only a process that is new finds the programs of the seed
+    before it, since jax 0.11 numbers the kernels that a process lowers and takes the number for a part of the program.
+    """
+    if jobs == 1:
+        return [function(*call) for call in calls]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        return list(pool.map(function, *zip(*calls)))
 
 
 def train_and_measure(arm: str, cfg: TrainConfig, run_dir: Path, measure: Measure) -> tuple[Figures, list[dict[str, Any]]]:
@@ -209,13 +216,14 @@ def parse(argv: Sequence[str] | None, doc: str, name: str, *, seeds: int = 3,
     return args
 
 
-def write_results(args: argparse.Namespace, seconds: float, results: Mapping[str, Any], figure: bytes) -> None:
-    """Writes `results`, with what they were made by and on, to --out and the figure beside it. seconds: on the device."""
+def write_results(args: argparse.Namespace, seconds: float, results: Mapping[str, Any], figure: bytes | None) -> None:
+    """Writes `results`, with what they were made by and on, to --out and the figure, if any, beside it. seconds: on the device."""
     record = dict(size=args.size, seeds=list(args.seeds), run=run_record(f"{args.name}.py", args.argv, seconds))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**results, **record}, indent=1, allow_nan=False) + "\n")
-    args.out.with_name(f"{args.name}.png").write_bytes(figure)
-    print(f"{args.out} and {args.name}.png, {record['run']['device_minutes']} device minutes")
+    if figure is not None:
+        args.out.with_name(f"{args.name}.png").write_bytes(figure)
+    print(f"{args.out}, {record['run']['device_minutes']} device minutes")
 
 
 @contextmanager

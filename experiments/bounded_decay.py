@@ -1,18 +1,18 @@
 """What does a bound on the decay buy, and does it cost loss? The bounded gate (log decay in (-5, 0)) beside the softplus gate (no bound), in four parts.
 
-    python experiments/bounded_decay.py [--size h200|cpu] [--parts tile range speed loss] [--corpus runs/demo/corpus] [--run-dir runs/bounded_decay]
-                                        [--out results.json] [--smoke]
+    python experiments/bounded_decay.py --corpus runs/demo/corpus [--run-dir runs/bounded_decay] [--out results.json] [--size cpu|h200] [--seeds 3]
+                                        [--parts tile range speed loss] [--jobs N] [--smoke]
 
 tile: error of a 16-token tile's decays as products of two factors, and of the whole operator with factored and with exact tiles, against float64, for gate
 pre-activations of growing size. range: the share of those factors that float16, bfloat16 and float32 cannot hold. speed: factored against exact tiles on this
-machine, each with its error; on a Hopper GPU the kernels too, which want a bound. loss: the nano preset on text with either gate, three seeds.
+machine, each with its error; on a Hopper GPU the kernels too, which want a bound. loss: the text run with either gate, three seeds.
 Expected: under the bound every factor fits bfloat16 and errors stay those of rounding at any size; without it factors overflow and the factored operator
 fails, so that it needs exact tiles, which take longer; the loss is the same within its interval. The same command again skips finished parts.
 The first three parts take some 2 minutes of one CPU core, the loss six times the demo's training; planned for 10 minutes on an H200, not timed there yet.
+
+Writes results.json and bounded_decay.png: errors over the gate's spread, times over tokens, training loss with its 95 % interval over seeds.
 """
-import argparse
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -21,17 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import arms
 import jax
 import jax.numpy as jnp
 import numpy as np
-from demo import Budget, Parts, prepare_corpus, text_config, variables_of
-from record import run_record
+from demo import Parts
 
-import longmoe
 from longmoe import plotting
-from longmoe.data.loader import make_loader
-from longmoe.evaluation.statistics import student
-from longmoe.evaluation.text import evaluate_batches, make_loss_function
+from longmoe.configs import TrainConfig
 from longmoe.model.kda import init_a_log_softplus, init_dt_bias
 from pallas_kernels import kda
 from pallas_kernels.dispatch import unmet_on_hopper
@@ -57,17 +54,12 @@ class Scale:
     timed_dtype: str = "float32"
     inner: int = 1
     outer: int = 9
-    steps: int = 400
-    seeds: int = 3
-    heldout_batches: int | None = None
-    use_one_layer: bool = False
 
 
 SCALES = {
-    "h200": Scale(timed=tuple(specs.Shape(1, tokens, 32, 128, 128) for tokens in (2048, 4096, 8192)), timed_dtype="bfloat16", inner=10, steps=1000),
+    "h200": Scale(timed=tuple(specs.Shape(1, tokens, 32, 128, 128) for tokens in (2048, 4096, 8192)), timed_dtype="bfloat16", inner=10),
     "cpu": Scale(),
-    "smoke": Scale(spreads=(1, 16), tiles=4, operator=specs.Shape(1, 64, 1, 16, 16), timed=(specs.Shape(1, 64, 1, 16, 16),), outer=2, steps=2, seeds=2,
-                   heldout_batches=1, use_one_layer=True),
+    "smoke": Scale(spreads=(1, 16), tiles=4, operator=specs.Shape(1, 64, 1, 16, 16), timed=(specs.Shape(1, 64, 1, 16, 16),), outer=2),
 }
 
 
@@ -219,26 +211,16 @@ def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
     return jax.grad(lambda *a: jnp.sum(call(*a).astype(jnp.float32) * a[2].astype(jnp.float32)), argnums=tuple(range(7)))
 
 
-def loss_part(scale: Scale, corpus: Path, run_dir: Path) -> dict[str, Any]:
-    """gate -> held-out nats a token of each seed with its interval; the difference, softplus - bounded, seed by seed."""
-    prepare_corpus(corpus)
-    nats: dict[str, list[float]] = {gate: [] for gate in GATES}
-    for gate in GATES:
-        cfg = text_config(corpus, Budget(steps=scale.steps))
-        depth = dict(num_layers=1, mla_every=0, dense_layers=0) if scale.use_one_layer else {}
-        model = dataclasses.replace(cfg.model, kda=dataclasses.replace(cfg.model.kda, gate=gate), **depth)
-        loss_function = make_loss_function(model)
-        batches = [batch for batch, _ in make_loader(dataclasses.replace(cfg.data, batch_size=16), seed=0, split="heldout")][:scale.heldout_batches]
-        for seed in range(scale.seeds):
-            run = longmoe.fit(dataclasses.replace(cfg, model=model, seed=seed), str(run_dir / f"{gate}_{seed}"))
-            nats[gate].append(round(evaluate_batches(loss_function, variables_of(run.state), batches).nats_per_token(), 5))
-    interval = lambda values: [round(x, 5) for x in dataclasses.astuple(student(values))[:3]]
-    return dict(steps=scale.steps, seeds=nats, nats={gate: interval(values) for gate, values in nats.items()},
-                difference=interval([b - a for a, b in zip(*nats.values())]))
+def loss_arms(size: str, corpus: Path) -> dict[str, TrainConfig]:
+    """The text run with either gate."""
+    cfg = arms.text_config(size, corpus)
+    if size == "smoke":
+        cfg = arms.with_model(cfg, mla_every=0, use_final_mla=False)    # its one layer is the one that has the gate
+    return {gate: arms.with_model(cfg, kda=dataclasses.replace(cfg.model.kda, gate=gate)) for gate in GATES}
 
 
-def figure(results: dict[str, Any]) -> bytes:
-    """A panel for each of tile, operator, speed and loss that there are results of; what is not finite is left out of its line."""
+def figure(results: dict[str, Any], losses: dict[str, plotting.Band]) -> bytes:
+    """A panel for each of tile, operator and speed that there are results of, and for `losses` by gate; what is not finite is left out of its line."""
     panels = []
     number = lambda x: math.nan if x is None else x
     line = lambda x, y: plotting.Band([float(p) for p in x], *([number(v) for v in y],) * 3)
@@ -257,40 +239,29 @@ def figure(results: dict[str, Any]) -> bytes:
         times = {call: plotting.Band(column(call, "tokens"), *(column(call, "forward_backward", place) for place in (0, 1, 0)))
                  for call in dict.fromkeys(row["call"] for row in rows)}
         panels.append(plotting.Panel("tokens", "ms, median (band: to the least)", times, xscale="log2", title="forward + backward"))
-    if "loss" in results:
-        steps = results["loss"]["steps"]
-        points = {gate: plotting.Band([steps], *([x] for x in values)) for gate, values in results["loss"]["nats"].items()}
-        panels.append(plotting.Panel("step", "held-out loss (nats per token)", points, title="nano on text"))
+    if losses:
+        panels.append(plotting.Panel("step", "training loss (nats per token)", losses, title="text"))
     return plotting.png(plotting.band_panels(panels, columns=2))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/bounded_decay"))
-    parser.add_argument("--out", type=Path, help="where the results and the plot beside them go (default: RUN_DIR/results.json)")
-    parser.add_argument("--corpus", type=Path, default=Path("runs/demo/corpus"), help="the demo's text; made there if it is not")
-    parser.add_argument("--size", choices=("h200", "cpu"), default="h200")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--steps", type=int, help="of each of the six trainings, in place of the size's own")
-    parser.add_argument("--smoke", action="store_true", help="a little of everything, for tests")
-    args = parser.parse_args(argv)
-    scale = SCALES["smoke" if args.smoke else args.size]
-    if args.steps is not None:
-        scale = dataclasses.replace(scale, steps=args.steps)
+    args = arms.parse(argv, __doc__, "bounded_decay", add=lambda parser: parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS))
+    results: dict[str, Any] = {}
+    seconds, losses = 0.0, {}
+    if "loss" in args.parts:                                             # first: the other parts take the device's memory into this process
+        trained = arms.train(loss_arms(args.size, args.corpus), args.seeds, args.run_dir / "loss",
+                             partial(arms.heldout_loss, batches=2 if args.smoke else None), args.jobs)
+        seconds, losses = trained.seconds, {gate: arms.curve(lines) for gate, lines in trained.lines.items()}
+        results["loss"] = dict(arms=arms.summaries(trained.figures), base=GATES[0],
+                               differences=arms.differences(trained.figures, GATES[0], ("heldout_loss", "bits_per_byte")))
     args.run_dir.mkdir(parents=True, exist_ok=True)
-    if jax.config.jax_compilation_cache_dir is None:                     # a gate's seeds run one program, which each `fit` would compile anew
-        jax.config.update("jax_compilation_cache_dir", str(args.run_dir / "programs"))
-    kept = Parts(args.run_dir / "parts.json")
-    functions = dict(tile=tile_part, range=range_part, speed=speed_part, loss=partial(loss_part, corpus=args.corpus, run_dir=args.run_dir))
-    about = dict(tile="errors over sizes of the gate", range="factors outside each dtype", speed="factored and exact tiles", loss="nano with either gate")
-    results: dict[str, Any] = {name: kept.once(name, about[name], f"{scale} {jax.devices()[0].device_kind}", partial(functions[name], scale))
-                               for name in args.parts}
-    out = args.out or args.run_dir / "results.json"
-    record = run_record("bounded_decay.py", argv, sum(kept.seconds.values()))
-    out.write_text(json.dumps(dict(results, run=record), indent=1) + "\n")
-    if set(args.parts) - {"range"}:
-        out.with_suffix(".png").write_bytes(figure(results))
-    print(json.dumps({name: results[name] for name in args.parts if name != "tile"}, indent=1))
+    scale, kept = SCALES[args.size], Parts(args.run_dir / "parts.json")
+    for name, text, part in (("tile", "errors over sizes of the gate", tile_part), ("range", "factors outside each dtype", range_part),
+                             ("speed", "factored and exact tiles", speed_part)):
+        if name in args.parts:
+            results[name] = kept.once(name, text, f"{scale} {jax.devices()[0].device_kind}", partial(part, scale))
+    seconds += sum(kept.seconds.values())
+    arms.write_results(args, seconds, results, figure(results, losses) if set(args.parts) - {"range"} else None)
 
 
 if __name__ == "__main__":

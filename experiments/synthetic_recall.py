@@ -1,7 +1,7 @@
 """What do the delta rule and a decay per channel each give to recall? KDA, one decay a head, and no delta rule, on three synthetic tasks.
 
     python experiments/synthetic_recall.py [--size h200|cpu] [--tasks mqar palindrome stack] [--arms kda scalar_decay no_delta_rule]
-                                           [--run-dir runs/synthetic_recall] [--out results.json] [--steps N] [--smoke]
+                                           [--run-dir runs/synthetic_recall] [--out results.json] [--steps N] [--jobs N] [--smoke]
 
 The synthetic figure of Kimi Linear (arXiv 2510.26692, section 5.1): two layers of two heads of 128, MLP 4x, MQAR, palindromes and stacks at 256, 512,
 1,024 and 2,048 tokens. Not published there and chosen here: 32,768 tokens a step, 3,000 steps, AdamW (0.9, 0.95), decay 0.1 of layers' matrices, 2% warm-up,
@@ -24,11 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import arms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from demo import Parts, console
+from demo import console
 from mixers import ARMS, Arm, ModelSize, Params, apply, init_params, stack
 from record import run_record
 
@@ -200,9 +201,15 @@ def run_arm(name: str, arm: Arm, budget: Budget) -> dict[str, Any]:
         if done % budget.evaluate_every == 0 or done == budget.steps:
             steps.append(done)
             curve.append(accuracy(params, choice, **static).round(5).tolist())
-            console.print(f"  {done} steps, {time.monotonic() - began:.0f} s, accuracy at the longest {np.asarray(curve[-1])[:, -1].max():.3f}", style="dim")
+            best = np.asarray(curve[-1])[:, -1].max()
+            console.print(f"{name}, {arm}: {done} steps, {time.monotonic() - began:.0f} s, accuracy at the longest {best:.3f}", style="dim")
     return dict(steps=steps, curve=curve, report=accuracy(params, report, **static).round(5).tolist(),
                 loss=np.concatenate(losses)[::budget.steps_a_call].astype(np.float64).round(4).tolist())
+
+
+def run_arm_once(run_dir: Path, name: str, arm: Arm, budget: Budget) -> dict[str, Any]:
+    """`run_arm`, or what it gave before for the same sizes on the same kind of device."""
+    return arms.once(run_dir / f"{name}_{arm}.json", f"{budget} {jax.devices()[0].device_kind}", partial(run_arm, name, arm, budget))
 
 
 def summary(found: dict[str, Any], budget: Budget, curve_length: int) -> dict[str, Any]:
@@ -223,9 +230,9 @@ def figure(results: dict[str, dict[str, Any]], curve_length: int) -> bytes:
     """A row a task: accuracy at each length, and over steps."""
     lines = lambda x, intervals: plotting.Band(x, *np.clip(np.asarray(intervals).T, 0, 1))
     panels = []
-    for task, arms in results.items():
-        at_length = {arm: lines([int(length) for length in one["accuracy"]], list(one["accuracy"].values())) for arm, one in arms.items()}
-        over_steps = {arm: lines(one["steps"], one["over_steps"]) for arm, one in arms.items()}
+    for task, found in results.items():
+        at_length = {arm: lines([int(length) for length in one["accuracy"]], list(one["accuracy"].values())) for arm, one in found.items()}
+        over_steps = {arm: lines(one["steps"], one["over_steps"]) for arm, one in found.items()}
         panels += [plotting.Panel("tokens", "accuracy", at_length, xscale="log2", title=task),
                    plotting.Panel("step", f"accuracy at {curve_length:,} tokens", over_steps, title=task)]
     return plotting.png(plotting.band_panels(panels, columns=2))
@@ -239,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--steps", type=int, help="in place of the size's own; whole calls of its steps_a_call are done")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs of task and arm that are trained at a time, each in a process of its own")
     parser.add_argument("--smoke", action="store_true", help="a few steps of everything, for tests")
     args = parser.parse_args(argv)
     size = "smoke" if args.smoke else args.size
@@ -248,16 +256,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             parser.error(f"--steps: got {args.steps}, wanted at least {budget.steps_a_call}")
         budget = dataclasses.replace(budget, steps=args.steps // budget.steps_a_call * budget.steps_a_call)
     args.run_dir.mkdir(parents=True, exist_ok=True)
-    parts = Parts(args.run_dir / "parts.json")
-    found = {task: {arm: parts.once(f"{task} {arm}", f"{budget.steps} steps, {len(budget.rates)} rates x {budget.seeds} seeds",
-                                    f"{budget} {jax.devices()[0].device_kind}", partial(run_arm, task, arm, budget))
-                    for arm in args.arms} for task in args.tasks}
-    results = {task: {arm: summary(one, budget, CURVE_LENGTH[size]) for arm, one in arms.items()} for task, arms in found.items()}
+    calls = [(args.run_dir, task, arm, budget) for task in args.tasks for arm in args.arms]
+    with arms.clocked(args.run_dir / "seconds.json") as clock:
+        found = dict(zip([call[1:3] for call in calls], arms.side_by_side(run_arm_once, calls, args.jobs)))
+    results = {task: {arm: summary(found[task, arm], budget, CURVE_LENGTH[size]) for arm in args.arms} for task in args.tasks}
     out = args.out or args.run_dir / "results.json"
     out.write_text(json.dumps(dict(budget=dataclasses.asdict(budget), tasks=results,
-                                   run=run_record("synthetic_recall.py", argv, sum(parts.seconds.values()))), indent=1) + "\n")
+                                   run=run_record("synthetic_recall.py", argv, clock[0])), indent=1) + "\n")
     out.with_suffix(".png").write_bytes(figure(results, CURVE_LENGTH[size]))
-    print(json.dumps({task: {arm: one["accuracy"] for arm, one in arms.items()} for task, arms in results.items()}, indent=1))
+    print(json.dumps({task: {arm: one["accuracy"] for arm, one in by_arm.items()} for task, by_arm in results.items()}, indent=1))
 
 
 if __name__ == "__main__":

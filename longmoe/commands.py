@@ -22,6 +22,7 @@ from longmoe.eval_report import COLUMNS, shown_score
 from longmoe.evaluation import report as html
 from longmoe.evaluation.ngrams import ngram_baselines
 from longmoe.evaluation.recall import recall_score
+from longmoe.evaluation.suites import BATCH_TOKENS
 from longmoe.evaluation.text import evaluate_batches, loss_by_position, make_loss_function
 from longmoe.inference.engine import stream
 from longmoe.model.lm import LongMoE
@@ -50,12 +51,14 @@ class Eval:
     """Tokens a row; None is the run's own."""
     suite: str = ""
     """Runs long-context suites instead, and writes their figures and a page into RUN/evaluations/. Names with commas between, of: needle, ruler,
-    graph_walks, code_hops, mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by their
-    length)."""
+    graph_walks, code_hops, mrcr, consistency, mqar, palindrome, stack, state_tracking, positions. batch_size is then examples a batch (None: by
+    batch_tokens)."""
     lengths: tuple[int, ...] = ()
     """With suite: tokens of an example, prompt and answer together. By default the powers of two from 1,024 to twice the run's rows, or 1,024."""
     samples: int = 16
     """With suite: examples of each task and length (of each depth, for needles; whole traces, for consistency)."""
+    batch_tokens: int = BATCH_TOKENS
+    """With suite: tokens that a batch holds at most, where batch_size is None."""
     seed: int = 0
     """With suite: of the examples; the same seed gives the same ones."""
     essay: str = ""
@@ -98,7 +101,7 @@ def evaluate(arguments: list[str]) -> None:
         if parsed.batches is not None or parsed.sequence_length is not None:
             raise ValueError("suite: got it beside batches or sequence_length, which are of the held-out pass; wanted samples and lengths")
         run_suites(SuiteRun(parsed.run, tuple(dict.fromkeys(parsed.suite.split(","))), parsed.lengths, parsed.samples, parsed.seed, parsed.essay,
-                            parsed.step, parsed.batch_size))
+                            parsed.step, parsed.batch_size, parsed.batch_tokens))
         return
     step = kept_step(parsed.run, parsed.step)
     config, variables = load_checkpoint(parsed.run, step)

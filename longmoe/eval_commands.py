@@ -21,7 +21,7 @@ from longmoe.evaluation.haystack import Essay, default_essay
 from longmoe.evaluation.models import Model, ScoreTokens, make_count, make_generate, make_score
 from longmoe.evaluation.positions import TAIL, context_gain, long_documents, position_edges, score_documents
 from longmoe.evaluation.report import write_report
-from longmoe.evaluation.suites import SUITES, TOKEN_SUITES, Results, Unfit, make_tasks, model_answers, run_tasks, samples_of
+from longmoe.evaluation.suites import BATCH_TOKENS, SUITES, TOKEN_SUITES, Results, Unfit, make_tasks, model_answers, run_tasks, samples_of
 from longmoe.evaluation.text import loss_by_position
 from longmoe.inference.engine import generate
 from longmoe.model.lm import LongMoE
@@ -45,6 +45,7 @@ class SuiteRun:
     essay: str = ""
     step: int | None = None
     batch_size: int | None = None
+    batch_tokens: int = BATCH_TOKENS
 
 
 def run_suites(asked: SuiteRun) -> epath.Path:
@@ -78,7 +79,7 @@ def run_suites(asked: SuiteRun) -> epath.Path:
         display.say(f"{len(tasks)} tasks at {', '.join(f'{length:,}' for length in lengths)} tokens")
         for length in lengths:
             results += run_tasks(tasks, model_answers(model), lengths=[length], samples=asked.samples, count=model.count, seed=asked.seed,
-                                 batch_size=asked.batch_size, progress=progress)
+                                 batch_size=asked.batch_size, batch_tokens=asked.batch_tokens, progress=progress)
             if tokenizer is not None and POSITIONS in asked.suites:
                 found = _positions(documents, model.score, tokenizer.eos_id, length, asked.samples)
                 positions += [found] if isinstance(found, Positions) else []

@@ -4,6 +4,7 @@
     results = run_tasks(make_tasks(["needle", "ruler"], essay=default_essay()), model_answers(model), count=model.count, lengths=[1024, 8192], samples=20)
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ SUITES: Mapping[str, Callable[[Essay | None, int], Sequence[Task]]] = {
 }
 """Suite -> (essay, vocab_size) -> its tasks."""
 BATCH_TOKENS, LARGEST_BATCH = 65_536, 64
-"""Batches that are not given a size hold about so many tokens and at most so many examples."""
+"""Batches that are not given a size hold at most so many tokens, unless one example is longer, and at most so many examples."""
 CONTROL = "control"
 """Family of tasks that say how far to trust another one: it has no effective context."""
 TOKEN_SUITES = ("mqar", "palindrome", "stack", "state_tracking")
@@ -111,20 +112,23 @@ def samples_of(task: Task, samples: int) -> int:
 
 
 def run_tasks(tasks: Sequence[Task], answers: Answers, *, lengths: Sequence[int], samples: int, count: Count | None = None, seed: int = 0,
-              batch_size: int | None = None, progress: Callable[[str, int], None] = lambda task, done: None) -> Results:
+              batch_size: int | None = None, batch_tokens: int = BATCH_TOKENS,
+              progress: Callable[[str, int], None] = lambda task, done: None) -> Results:
     """Every task at every length, `samples_of` examples each, asked for in batches.
 
-    count: the model's, for tasks on text. batch_size None takes a divisor of `samples` by BATCH_TOKENS and LARGEST_BATCH, so that all batches of a
-    length have one shape. progress(task, examples) is called after each batch, and with a whole task's examples where it does not fit.
+    count: the model's, for tasks on text. batch_size None takes a divisor of the examples of every task, as many as batch_tokens hold and at most
+    LARGEST_BATCH, so that all batches of a length have one shape. progress(task, examples) is called after each batch, and with a whole task's examples
+    where it does not fit.
     A length that a task cannot have is listed in `unfit`, never cut.
     """
-    if samples < 1 or batch_size is not None and batch_size < 1:
-        raise ValueError(f"samples: got {samples} with batch_size={batch_size}, wanted both at least 1")
+    if samples < 1 or batch_tokens < 1 or batch_size is not None and batch_size < 1:
+        raise ValueError(f"samples: got {samples} with batch_size={batch_size} and batch_tokens={batch_tokens}, wanted all at least 1")
+    shared = math.gcd(*(samples_of(task, samples) for task in tasks))
     records: list[Record] = []
     unfit: list[Unfit] = []
     for length in lengths:
         for task in tasks:
-            wanted, rows = samples_of(task, samples), batch_size or _batch_size(length, samples)
+            wanted, rows = samples_of(task, samples), batch_size or _batch_size(shared, batch_tokens // length)
             own: list[Record] = []
             try:
                 make = make_examples(task, length=length, count=count, seed=seed)
@@ -212,9 +216,9 @@ def effective_contexts(records: Sequence[Record], *, threshold: float | None = N
     return result
 
 
-def _batch_size(length: int, samples: int) -> int:
-    most = min(LARGEST_BATCH, max(1, BATCH_TOKENS // length))
-    return max(size for size in range(1, most + 1) if samples % size == 0)
+def _batch_size(examples: int, most: int) -> int:
+    """The largest divisor of `examples` among 1 to `most` and LARGEST_BATCH."""
+    return max(size for size in range(1, min(LARGEST_BATCH, max(1, most)) + 1) if examples % size == 0)
 
 
 def _record(task: Task, example: Example, output: Any) -> Record:

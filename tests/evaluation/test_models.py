@@ -82,7 +82,7 @@ def test_a_missing_function_is_said():
         make_tasks(["rular"])
     with pytest.raises(ValueError, match="essay: got None, wanted an Essay for ruler"):
         make_tasks(["ruler"])
-    for asked in (dict(samples=0), dict(samples=1, batch_size=0)):
+    for asked in (dict(samples=0), dict(samples=1, batch_size=0), dict(samples=1, batch_tokens=0)):
         with pytest.raises(ValueError, match="samples: got"):
             run_tasks([TEXT_TASKS["vt"]], oracle_answers, lengths=[1024], count=count, **asked)
 
@@ -97,6 +97,12 @@ def test_batches_of_a_length_have_one_shape():
     asked = dict(lengths=[8192], samples=12, count=count)
     run_tasks([TEXT_TASKS["vt"], TEXT_TASKS["needle_grid"]], answers, **asked)
     assert set(sizes) == {6} and sum(sizes) == 12 + 12 * 11
+    sizes.clear()
+    run_tasks([TEXT_TASKS["needle_grid"]], answers, **asked, batch_tokens=100_000)
+    assert sizes == [12] * 11 and max(sizes) * 8192 <= 100_000
+    sizes.clear()
+    run_tasks([TEXT_TASKS["needle_grid"]], answers, **asked, batch_tokens=8191)
+    assert sizes == [1] * 132
     sizes.clear()
     run_tasks([TEXT_TASKS["vt"]], answers, batch_size=5, **asked)
     assert sizes == [5, 5, 2]
