@@ -151,11 +151,14 @@ def heldout_loss(run: Run, batches: int | None = None) -> Figures:
                 bits_per_byte=losses.bits_per_byte(read_token_folder(data.path).tokenizer.bytes_per_token()))
 
 
-def summary(values: Sequence[Any]) -> Figures:
-    """Mean over seeds with its interval, and the values themselves; element by element for lists. Bounds are None (JSON has no NaN) for one seed."""
+def summary(values: Sequence[Any], **bounds: float) -> Figures:
+    """Mean over seeds with its interval, and the values themselves; element by element for lists. Bounds are None (JSON has no NaN) for one seed.
+
+    bounds: least and most of `student`.
+    """
     if not isinstance(values[0], Sequence):
-        return _plain(student(values)) | {"values": list(values)}
-    parts = [_plain(student(column)) for column in zip(*values, strict=True)]
+        return _plain(student(values, **bounds)) | {"values": list(values)}
+    parts = [_plain(student(column, **bounds)) for column in zip(*values, strict=True)]
     return {name: [part[name] for part in parts] for name in ("mean", "low", "high")} | {"n": len(values), "values": [list(value) for value in values]}
 
 
@@ -163,9 +166,9 @@ def _plain(interval: Any) -> Figures:
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in dataclasses.asdict(interval).items()}
 
 
-def summaries(figures: Mapping[str, Sequence[Figures]]) -> dict[str, dict[str, Figures]]:
+def summaries(figures: Mapping[str, Sequence[Figures]], **bounds: float) -> dict[str, dict[str, Figures]]:
     """Arm -> figure -> its `summary` over seeds."""
-    return {arm: {name: summary([run[name] for run in runs]) for name in runs[0]} for arm, runs in figures.items()}
+    return {arm: {name: summary([run[name] for run in runs], **bounds) for name in runs[0]} for arm, runs in figures.items()}
 
 
 def differences(figures: Mapping[str, Sequence[Figures]], base: str, names: Sequence[str]) -> dict[str, dict[str, Figures]]:

@@ -103,13 +103,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arms.parse(argv, __doc__, "hybrid_ratio", add=lambda parser: parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS))
     arms.share_programs(args.run_dir)
     texts, results, seconds = text_arms(args.size, args.corpus), {}, 0.0
-    for part, configs, measure in (
-            ("text", texts, partial(arms.heldout_loss, batches=2 if args.smoke else None)),
-            ("recall", recall_arms(args.size, args.corpus), partial(measure_recall, size=args.size))):
+    for part, configs, measure, bounds in (
+            ("text", texts, partial(arms.heldout_loss, batches=2 if args.smoke else None), {}),
+            ("recall", recall_arms(args.size, args.corpus), partial(measure_recall, size=args.size), dict(least=0, most=1))):
         if part in args.parts:
             trained = arms.train(configs, args.seeds, args.run_dir / part, measure, args.jobs)
             seconds += trained.seconds
-            results[part] = dict(arms=arms.summaries(trained.figures))
+            results[part] = dict(arms=arms.summaries(trained.figures, **bounds))
             if BASE in trained.figures:
                 names = [name for name in trained.figures[BASE][0] if name != "parameters"]
                 results[part] |= dict(base=BASE, differences=arms.differences(trained.figures, BASE, names))

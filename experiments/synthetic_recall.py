@@ -217,7 +217,7 @@ def summary(found: dict[str, Any], budget: Budget, curve_length: int) -> dict[st
     by_rate = lambda x: np.asarray(x).reshape(len(budget.rates), budget.seeds, len(budget.lengths))
     means = by_rate(found["curve"][-1]).mean(axis=(1, 2))
     best = int(np.argmax(means))
-    interval = lambda values: [round(float(x), 4) for x in dataclasses.astuple(student(values))[:3]]
+    interval = lambda values: [round(float(x), 4) for x in dataclasses.astuple(student(values, least=0, most=1))[:3]]
     seeds = by_rate(found["report"])[best]
     column = budget.lengths.index(curve_length)
     return dict(rate=budget.rates[best], mean_by_rate={str(rate): round(float(x), 4) for rate, x in zip(budget.rates, means)},
@@ -228,7 +228,7 @@ def summary(found: dict[str, Any], budget: Budget, curve_length: int) -> dict[st
 
 def figure(results: dict[str, dict[str, Any]], curve_length: int) -> bytes:
     """A row a task: accuracy at each length, and over steps."""
-    lines = lambda x, intervals: plotting.Band(x, *np.clip(np.asarray(intervals).T, 0, 1))
+    lines = lambda x, intervals: plotting.Band(x, *np.asarray(intervals).T)
     panels = []
     for task, found in results.items():
         at_length = {arm: lines([int(length) for length in one["accuracy"]], list(one["accuracy"].values())) for arm, one in found.items()}

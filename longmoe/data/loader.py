@@ -1,6 +1,7 @@
 """`make_loader`: batches with the state after each, so that a checkpoint holds the state of the last batch that was applied."""
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
 
+_log = logging.getLogger(__name__)
 HELDOUT_TASK_BATCHES = 16
 _TRAINING_LANES = 64
 
@@ -148,3 +150,5 @@ def _check_identity(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> None
 def _check_vocab(model: int | None, needed: int, what: str) -> None:
     if model is not None and model < needed:
         raise ValueError(f"vocab_size: the model has {model} tokens, {what} needs {needed}; set model.vocab_size to at least {needed}")
+    if model is not None and model > needed:
+        _log.info("%s uses %d of the model's %d tokens", what, needed, model)

@@ -38,10 +38,10 @@ def wilson(mean: float, n: int, z: float = Z95) -> Interval:
     return Interval(mean, min(mean, max(0.0, centre - half)), max(mean, min(1.0, centre + half)), n)
 
 
-def student(values: Sequence[float]) -> Interval:
+def student(values: Sequence[float], *, least: float = -math.inf, most: float = math.inf) -> Interval:
     """Student's t interval (1908) of the mean of a few independent figures, such as one a seed; bounds are NaN for one value, which says nothing of them.
 
-    ValueError for none.
+    least, most: what the mean can be, such as 0 and 1 for a share; the interval's bounds go no further. ValueError for no value.
     """
     n = len(values)
     if not n:
@@ -50,7 +50,7 @@ def student(values: Sequence[float]) -> Interval:
     if n == 1:
         return Interval(mean, math.nan, math.nan, 1)
     half = student95(n - 1) * math.sqrt(math.fsum((value - mean)**2 for value in values) / (n - 1) / n)
-    return Interval(mean, mean - half, mean + half, n)
+    return Interval(mean, max(least, mean - half), min(most, mean + half), n)
 
 
 def student95(freedom: int) -> float:

@@ -136,13 +136,18 @@ def test_another_run_state_is_refused(folder):
             make_loader(cfg, seed=0, state={**state, "packer": {**packer, **change}})
 
 
-def test_the_model_must_hold_all_tokens(folder):
+def test_the_model_must_hold_all_tokens(folder, caplog):
     with pytest.raises(ValueError, match="vocab_size: the model has 200 tokens"):
         make_loader(config(folder), seed=0, vocab_size=200)
     with pytest.raises(ValueError, match="needs 129"):
         make_loader(config(folder, task="associative_recall"), seed=0, vocab_size=128)
     with pytest.raises(ValueError, match="no folder"):
         make_loader(config(folder, path="/nowhere"), seed=0)
+    with caplog.at_level("INFO", "longmoe"):
+        make_loader(config(folder, task="associative_recall"), seed=0, vocab_size=129)
+        assert not caplog.messages
+        make_loader(config(folder, task="associative_recall"), seed=0, vocab_size=130)
+    assert caplog.messages == ["associative recall of 16 pairs uses 129 of the model's 130 tokens"]
 
 
 def test_recall_rows():

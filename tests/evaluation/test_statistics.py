@@ -37,6 +37,7 @@ def test_student_of_a_few_values():
     """2, 4, 9: mean 5, variance (9 + 1 + 16) / 2 = 13, so half = 4.303 sqrt(13 / 3)."""
     found = student([2.0, 4.0, 9.0])
     assert (found.mean, found.n) == (5.0, 3) and found.high - 5 == pytest.approx(4.30265 * math.sqrt(13 / 3)) and found.high + found.low == pytest.approx(10)
+    assert student([0.0, 0.1, 0.9], least=0, most=1) == Interval(student([0.0, 0.1, 0.9]).mean, 0, 1, 3)
     alone = student([2.0])
     assert (alone.mean, alone.n) == (2.0, 1) and math.isnan(alone.low) and math.isnan(alone.high)
     with pytest.raises(ValueError, match="values: got none"):
