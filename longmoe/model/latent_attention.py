@@ -77,22 +77,22 @@ def latent_attention(q: Float[Array, "B T H D"], latent: Float[Array, "B S R"], 
     return o, jax.lax.stop_gradient(largest) if return_max_logits else None
 
 
-def _cut(x: Array, size: int) -> Array:
+def into_chunks(x: Array, size: int) -> Array:
     """[B, T, ...] -> [chunks, B, size, ...], zeros behind."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
 
-def _join(x: Array, length: int) -> Array:
-    """The inverse of _cut."""
+def from_chunks(x: Array, length: int) -> Array:
+    """The inverse of into_chunks."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length]
 
 
 def _chunks(plan: Plan, q: Array, latent: Array, runs: Array, key_runs: Array, start: Array) -> tuple[Queries, Keys]:
     """What is filled up with zeros belongs to no document."""
-    runs, key_runs = _cut(runs, plan.query_chunk), _cut(key_runs, plan.key_chunk)
+    runs, key_runs = into_chunks(runs, plan.query_chunk), into_chunks(key_runs, plan.key_chunk)
     count = lambda runs: jnp.arange(runs.shape[0] * runs.shape[2], dtype=jnp.int32).reshape(runs.shape[0], -1)
-    return Queries(_cut(q, plan.query_chunk), runs, start + count(runs)), Keys(_cut(latent, plan.key_chunk), key_runs, count(key_runs))
+    return Queries(into_chunks(q, plan.query_chunk), runs, start + count(runs)), Keys(into_chunks(latent, plan.key_chunk), key_runs, count(key_runs))
 
 
 def _may_meet(queries: Queries, keys: Keys) -> Array:
@@ -149,7 +149,7 @@ def _forward(plan: Plan, q: Array, latent: Array, kv_b: Array, runs: Array, key_
     (largest, total, mixed), _ = jax.lax.scan(over_keys, nothing, keys)
     total = jnp.where(total > 0, total, 1)
     o = jnp.moveaxis(mixed / total, 3, 2)
-    return _join(o, q.shape[1]), largest + jnp.log(total), jnp.max(largest, axis=(0, 1, 3, 4))
+    return from_chunks(o, q.shape[1]), largest + jnp.log(total), jnp.max(largest, axis=(0, 1, 3, 4))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,8 +177,8 @@ def _attention_backward(plan: Plan, residuals: tuple[Array, ...], cotangents: tu
     q, latent, kv_b, runs, key_runs, start, o, log_sum = residuals
     queries, keys = _chunks(plan, q, latent, runs, key_runs, start)
     do, key_dim = cotangents[0], q.shape[-1]
-    delta = jnp.moveaxis(_cut(jnp.sum(do * o, axis=-1, keepdims=True), plan.query_chunk), 3, 2)
-    do = _cut(do.astype(q.dtype), plan.query_chunk)
+    delta = jnp.moveaxis(into_chunks(jnp.sum(do * o, axis=-1, keepdims=True), plan.query_chunk), 3, 2)
+    do = into_chunks(do.astype(q.dtype), plan.query_chunk)
     add = lambda a, b: jax.tree.map(jnp.add, a, b)
     zeros = lambda x: jnp.zeros(x.shape, o.dtype)
 
@@ -200,7 +200,7 @@ def _attention_backward(plan: Plan, residuals: tuple[Array, ...], cotangents: tu
         return (d_q, d_kv_b + more_kv_b), d_latent
 
     (d_q, d_kv_b), d_latent = jax.lax.scan(over_keys, (zeros(queries.q), zeros(kv_b)), keys)
-    return _join(d_q, q.shape[1]).astype(q.dtype), _join(d_latent, latent.shape[1]), d_kv_b.astype(kv_b.dtype), None, None, None
+    return from_chunks(d_q, q.shape[1]).astype(q.dtype), from_chunks(d_latent, latent.shape[1]), d_kv_b.astype(kv_b.dtype), None, None, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

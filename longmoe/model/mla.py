@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from longmoe.configs import ModelConfig
 from longmoe.model.cache import LatentRow, MLACache, append_latents
-from longmoe.model.latent_attention import expand, latent_attention
+from longmoe.model.latent_attention import expand, from_chunks, into_chunks, latent_attention
 from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
 from longmoe.parallel.context import sharded_attention
 from longmoe.parallel.mesh import axis_size, is_distributed
@@ -18,6 +18,8 @@ from pallas_kernels.dispatch import Implementation
 
 WHOLE_ROWS = 1024
 """Rows of up to so many tokens have all their scores at one time; longer ones go chunk by chunk (`latent_attention`)."""
+CACHED_QUERIES = 128
+"""Tokens behind a cache that have all their scores at one time."""
 
 
 def causal_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array, "B T H Dv"], scale: float,
@@ -81,11 +83,10 @@ class MLA(nn.Module):
         if cache is None:
             o, largest = self._over_latents(q, latent, kv_b, runs, scale, row)
         else:
-            largest = None
-            valid = None if runs is None else runs > 0
-            start = cache.length
+            largest, start = None, cache.length
+            valid = jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
             cache = append_latents(cache, latent, valid)
-            o = self._absorbed(q, kv_b, cache, start, valid, scale)
+            o = self._over_cache(q, latent, kv_b, cache, start, valid, scale)
         if mla.use_output_gate:
             gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
             o = o * jax.nn.sigmoid(gate).reshape(o.shape)
@@ -111,16 +112,33 @@ class MLA(nn.Module):
         keys, values = expand(latent, kv_b, q.shape[-1], high)
         return causal_attention(q, keys, values, scale, runs, high, **common)
 
-    def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array | None, scale: float) -> Array:
+    def _over_cache(self, q: Array, latent: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array, scale: float) -> Array:
+        """Attention of tokens that `cache` holds already, behind the `start` [B] ones before them.
+
+        Prompts are read as in a pass without cache: their cost is a causal pass's, whatever the capacity, and no score is held that a chunk does not need.
+        """
+        seen = start[:, None] + jnp.cumsum(valid, axis=1)               # tokens of the row up to and with each query
+        absorbed = lambda: self._absorbed(q, kv_b, cache, seen, scale)
+        if q.shape[1] == 1:
+            return absorbed()
+        return jax.lax.cond(jnp.all(start == 0), lambda: self._over_latents(q, latent, kv_b, valid, scale, None)[0].astype(q.dtype), absorbed)
+
+    def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, seen: Array, scale: float) -> Array:
         """Attention on the latents themselves: keys' and values' expansions are folded into the query and the output."""
         mla, high = self.config.mla, precision(self.config)
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        folded = jnp.einsum("bqhd,rhd->bqhr", q[..., :mla.nope_dim], kv_b[..., :mla.nope_dim], precision=high)
-        query = jnp.concatenate([folded, q[..., mla.nope_dim:]], axis=-1)
-        scores = jnp.einsum("bqhr,bsr->bhqs", query, cache.latent, preferred_element_type=wide, precision=high) * scale
-        counts = jnp.arange(1, q.shape[1] + 1)[None] if valid is None else jnp.cumsum(valid, axis=1)
-        seen = start[:, None] + counts                                  # tokens of the row up to and with each query
-        mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
-        weights = masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
-        mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
-        return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)
+
+        def of_chunk(part: tuple[Array, Array]) -> Array:
+            q, seen = part
+            folded = jnp.einsum("bqhd,rhd->bqhr", q[..., :mla.nope_dim], kv_b[..., :mla.nope_dim], precision=high)
+            query = jnp.concatenate([folded, q[..., mla.nope_dim:]], axis=-1)
+            scores = jnp.einsum("bqhr,bsr->bhqs", query, cache.latent, preferred_element_type=wide, precision=high) * scale
+            mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
+            weights = masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
+            mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
+            return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)
+
+        tokens = q.shape[1]
+        if tokens <= CACHED_QUERIES:
+            return of_chunk((q, seen))
+        return from_chunks(jax.lax.map(of_chunk, (into_chunks(q, CACHED_QUERIES), into_chunks(seen, CACHED_QUERIES))), tokens)

@@ -6,8 +6,9 @@ import pytest
 from tiny_config import VOCAB, tiny_model
 
 import longmoe
-from longmoe.inference.engine import STREAM_CHUNK, stream
+from longmoe.inference.engine import STREAM_CHUNK, prefill, stream
 from longmoe.inference.sampling import Sampling, sample
+from longmoe.model import mla
 from longmoe.model.lm import LongMoE, init_cache, init_variables
 from pallas_kernels.testing import rms_ratio
 
@@ -36,6 +37,31 @@ def test_chunked_prefill_equals_one(case, whole):
     first = apply(variables, tokens[:, :20], cache)
     second = apply(variables, tokens[:, 20:40], first.cache)
     assert rms_ratio(np.concatenate([first.logits, second.logits], axis=1), whole[:, :40]) < 1e-5
+
+
+def test_many_tokens_behind_a_cache_are_read_in_chunks(case, whole, monkeypatch):
+    """More than CACHED_QUERIES at a time, behind rows that hold unequal numbers of tokens."""
+    monkeypatch.setattr(mla, "CACHED_QUERIES", 8)
+    model, variables, tokens = case
+    apply = jax.jit(model.apply)
+    first = apply(variables, tokens[:, :12], (jnp.arange(12) < jnp.asarray([[12], [5], [1]])).astype(jnp.int32), cache=init_cache(model.model_config, 3, 43))
+    following = np.stack([np.asarray(tokens)[row, held:held + 29] for row, held in enumerate((12, 5, 1))])
+    second = apply(variables, following, cache=first.cache)
+    for row, held in enumerate((12, 5, 1)):
+        assert rms_ratio(second.logits[row], whole[row, held:held + 29]) < 1e-5
+
+
+def test_the_memory_of_a_prefill_grows_with_its_prompt_alone():
+    """Twice the tokens take about twice the memory, not four times, though every score of a prompt is wanted once."""
+    model = LongMoE(tiny_model(mla_every=1, num_layers=2))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+
+    def temporaries(width: int) -> int:
+        tokens, key = jax.ShapeDtypeStruct((1, width), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+        lowered = prefill.lower(model, Sampling(), None, width + 8, variables, tokens, jax.ShapeDtypeStruct((1,), jnp.int32), key)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16384) < 2.3 * temporaries(8192)
 
 
 def test_greedy_equals_recomputation(case):
