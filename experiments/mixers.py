@@ -139,15 +139,16 @@ def apply(params: Params, tokens: Int[Array, "M B T"], segment_ids: Int[Array, "
           arm: Arm) -> Float[Array, "M B K V"]:
     """Float32 logits at `places` alone: the tokens that are asked about are few and the vocabulary may be large.
 
-    params: a member's along a leading axis M. segment_ids are those of all members, as the operator's heads share them.
+    params: a member's along a leading axis M. places: none twice in a row. segment_ids are those of all members, as the operator's heads share them.
     """
-    x = jax.vmap(lambda embedding, tokens: (size.width**0.5 * embedding).astype(size.dtype)[tokens])(params["embedding"], tokens)
+    # Float32 until it is looked up: sums of gradients in bfloat16 would be rounded at each of the thousands of places of a token.
+    x = jax.vmap(lambda embedding, tokens: (size.width**0.5 * embedding[tokens]).astype(size.dtype))(params["embedding"], tokens)
     runs = document_runs(segment_ids)
     body = lambda x, layer: (jax.vmap(_feed_forward)(layer, apply_mixer(layer, x, runs, size, arm)), None)
     x, _ = jax.lax.scan(body, x, jax.tree.map(lambda p: jnp.swapaxes(p, 0, 1), params["layers"]))
 
     def logits(embedding: Array, norm: Array, x: Array, places: Array) -> Array:
-        x = jnp.take_along_axis(x, places[..., None], axis=1)
+        x = x.at[jnp.arange(len(x))[:, None], places].get(unique_indices=True, mode="promise_in_bounds")
         return _linear(rms_normalize(x, norm, EPS), embedding.T).astype(jnp.float32)
 
     return jax.vmap(logits)(params["embedding"], params["norm"], x, places)
