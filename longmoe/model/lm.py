@@ -1,6 +1,7 @@
 """The language model: embedding, depth loop, head; its output, its variables and its caches."""
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -124,12 +125,29 @@ def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Arra
 
 def init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
     """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for."""
-    return _init_variables(model_config, key)
+    with random_numbers_by_kernel():
+        return _init_variables(model_config, key)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=RUN_ONCE)
 def _init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
     return LongMoE(model_config).init(key, jnp.zeros((1, 8), jnp.int32))
+
+
+@contextlib.contextmanager
+def random_numbers_by_kernel(use: bool = True) -> Iterator[None]:
+    """What is lowered inside draws the same bits, on a GPU with one kernel a draw where there are some hundred operations else.
+
+    For programs that draw a model's arrays once, where compiling is what takes the time: a fifth of it is left. Only on one device: the kernel would draw
+    whole arrays on each. The setting is the process's: no other thread should lower anything meanwhile.
+    """
+    name = "jax_threefry_gpu_kernel_lowering"
+    before = getattr(jax.config, name)
+    jax.config.update(name, use or before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def init_cache(model_config: ModelConfig, batch: int, capacity: int) -> dict[str, Any]:

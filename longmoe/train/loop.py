@@ -21,7 +21,7 @@ from longmoe.train.monitor import Monitor
 from longmoe.train.run_files import GrowingFiles, RunPaths, is_local, only_writer, replace_text, write_run_json
 from longmoe.train.signals import StopSignals
 from longmoe.train.stages import Measure, Stage, StageRecord, asked, stages_of
-from longmoe.train.state import TrainState, abstract_train_state, init_train_state
+from longmoe.train.state import TrainState, abstract_train_state, lowered_init
 from longmoe.train.step import KEYS, make_train_step
 
 
@@ -117,7 +117,9 @@ def _begin(cfg: TrainConfig, checkpoints: Checkpoints, mesh: jax.sharding.Mesh,
     """(step, a function that gives the state, data state) that training goes on from. A saved state is read here, whatever is wrong with it is said now."""
     steps = checkpoints.steps()
     if resume_from is None and not steps:
-        return 0, lambda: init_train_state(cfg, mesh, jax.random.key(cfg.seed)), None
+        key = jax.random.key(cfg.seed)
+        lowered = lowered_init(cfg, mesh, key)
+        return 0, lambda: lowered.compile()(key), None
     step = steps[-1] if resume_from is None else resume_from
     state, data_state = checkpoints.restore(step, abstract_train_state(cfg, mesh), cfg)
     logging.getLogger("longmoe").info("resumed at step %d", step)

@@ -8,7 +8,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from longmoe.configs import TrainConfig
-from longmoe.model.lm import RUN_ONCE, LongMoE
+from longmoe.model.lm import RUN_ONCE, LongMoE, random_numbers_by_kernel
 from longmoe.parallel.rules import param_shardings, path_name
 from longmoe.shapes import Array
 from longmoe.train.optim import make_optimizer
@@ -65,5 +65,17 @@ def state_shardings(mesh: Mesh, state: TrainState) -> TrainState:
 
 def init_train_state(cfg: TrainConfig, mesh: Mesh, key: Array) -> TrainState:
     """A fresh state on `mesh`, made in place: no device ever holds what is not its own."""
+    with random_numbers_by_kernel(mesh.size == 1):
+        return _init_on(cfg, mesh, key)(cfg, key)
+
+
+def lowered_init(cfg: TrainConfig, mesh: Mesh, key: Array) -> jax.stages.Lowered:
+    """The program (key) -> state of `init_train_state`. Lowered by itself, it may be compiled beside another one."""
+    with random_numbers_by_kernel(mesh.size == 1):
+        return _init_on(cfg, mesh, key).lower(cfg, key)
+
+
+def _init_on(cfg: TrainConfig, mesh: Mesh, key: Array) -> Any:
+    """`_init`, jitted for `mesh`."""
     shapes = jax.eval_shape(lambda key: _init(cfg, key), key)
-    return jax.jit(_init, static_argnums=0, out_shardings=state_shardings(mesh, shapes), compiler_options=RUN_ONCE)(cfg, key)
+    return jax.jit(_init, static_argnums=0, out_shardings=state_shardings(mesh, shapes), compiler_options=RUN_ONCE)

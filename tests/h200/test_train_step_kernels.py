@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compile_for_h200 import h200_devices
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import longmoe
 from longmoe.presets import PRESETS
-from longmoe.train.state import abstract_train_state
+from longmoe.train.state import abstract_train_state, lowered_init
 from longmoe.train.step import KEYS, ROWS, make_train_step
 
 pytestmark = pytest.mark.h200
@@ -31,6 +31,16 @@ def test_layers_share_their_kernels(monkeypatch):
     program = make_train_step(cfg, mesh).lower(abstract_train_state(cfg, mesh), batch).as_text()
     assert 10 < program.count("@mosaic_gpu_v2(") <= KERNELS
     assert "ragged_dot" not in program
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_state_is_drawn_by_kernels_on_one_device_alone(devices):
+    """Written out, the generator is most of a program that takes a minute to compile. On several devices each would draw the whole of every array."""
+    cfg = PRESETS["small"]()
+    mesh = longmoe.make_mesh(cfg.mesh, h200_devices(devices))
+    key = jax.ShapeDtypeStruct((), jax.random.key(0).dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    program = lowered_init(cfg, mesh, key).as_text()
+    assert ("cu_threefry2x32" in program) == (devices == 1)
 
 
 @pytest.mark.exhaustive
