@@ -10,8 +10,8 @@ rows of 512 tokens; after 600 of its steps it still said "not stated" to everyth
 The tokenizer has VOCAB_SIZE tokens and the model no more: numbers are then spelled with some hundred tokens, which are met often enough to be copied, where
 a vocabulary of 32,768 has thousands for numbers alone.
 
-Time: not measured. Expected: at least 95% of the needles inside the trained length. How far beyond it holds is what the plot says: nothing in the recipe
-knows a position, but no training row is longer.
+Time: not measured; 90,000 tokens a second on an H200 beside other work. Expected: at least 95% of needles inside the trained length (1,200 steps alone found
+none). How far beyond it holds is what the plot says: nothing in the recipe knows a position, but no training row is longer.
 
 Writes results.json, and planted_facts.png beside it: the share of needles found (official score, Wilson's 95 % interval) over the length, with the controls.
 The page with heat maps over depth is in RUN_DIR/run/evaluations. The same command resumes.

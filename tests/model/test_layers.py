@@ -1,10 +1,12 @@
 """Small parts of the layers against float64."""
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_config import tiny_model
 
+from longmoe.model import attn_residuals
 from longmoe.model.layers import gated_activation, gated_halves, situ_glu, swiglu, tanh, wide_matmul
 from pallas_kernels.testing import rms_ratio
 
@@ -78,3 +80,20 @@ def test_situ_of_bfloat16_is_exact_to_its_rounding(linear_beta):
     for g, w in zip(got, want):
         assert np.all(np.isfinite(g))
         np.testing.assert_allclose(g, w, rtol=2 ** -7, atol=1e-5 * (1 if linear_beta else 1e4))
+
+
+@pytest.mark.parametrize("skip", [None, False, True])
+def test_many_depth_sources_are_mixed_as_few_are(skip, monkeypatch):
+    """Outputs, weights and gradients, whether the sources are put into one array or not."""
+    draw = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)
+    sources, query, scale, weights = tuple(array(2, 5, 16) for _ in range(12)), array(16), array(16), array(2, 5, 16)
+    skip = None if skip is None else jnp.bool_(skip)
+
+    def run(stacked):
+        monkeypatch.setattr(attn_residuals, "STACKED", stacked)
+        f = lambda sources, query, scale: attn_residuals.mix.__wrapped__(sources, query, scale, 1e-5, skip)
+        return f(sources, query, scale), jax.grad(lambda *a: jnp.sum(f(*a)[0] * weights), argnums=(0, 1, 2))(sources, query, scale)
+
+    assert len(sources) >= attn_residuals.STACKED
+    chex.assert_trees_all_close(run(attn_residuals.STACKED), run(100), rtol=1e-5, atol=1e-6)
