@@ -10,8 +10,8 @@ from longmoe.configs import ModelConfig
 from longmoe.shapes import Array, Float, Hidden
 
 STACKED = 10
-"""From so many sources on they are put into one array: each mixture then reads a copy of them, but a program of many mixtures, whose size would grow with the
-square of their number, compiles in minutes less."""
+"""From so many sources on they are put into one array. Each mixture then reads a copy of them, but XLA fuses a forward pass of many mixtures in a minute
+where it takes over ten with each source by itself (full Attention Residuals over 24 layers, compiled for an H200)."""
 
 
 @functools.partial(jax.jit, static_argnames="eps")
