@@ -1,5 +1,4 @@
 """Decoding caches: what a layer keeps of the tokens before, one entry a layer, of a size that `init_cache` fixes."""
-import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -67,11 +66,9 @@ def init_carry(config: ModelConfig, batch: int) -> KDACarry:
                     runs=jnp.full((batch, config.kda.conv_width), -1, jnp.int32))
 
 
-def append_latents(cache: MLACache, latents: Float[Array, "B T R"], valid: jax.Array | None) -> MLACache:
-    """Writes each row's valid tokens behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache)."""
-    batch, tokens, _ = latents.shape
-    ones = jnp.ones((batch, tokens), jnp.int32) if valid is None else valid.astype(jnp.int32)
-    slots = cache.length[:, None] + jnp.cumsum(ones, axis=1) - 1
-    slots = jnp.where(ones > 0, slots, cache.latent.shape[1])
-    latent = cache.latent.at[jnp.arange(batch)[:, None], slots].set(latents.astype(cache.latent.dtype), mode="drop")
-    return MLACache(latent=latent, length=cache.length + jnp.sum(ones, axis=1))
+def append_latents(cache: MLACache, latents: Float[Array, "B T R"], valid: Int[Array, "B T"]) -> MLACache:
+    """Writes each row's valid tokens (1, others 0) behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache)."""
+    slots = cache.length[:, None] + jnp.cumsum(valid, axis=1) - 1
+    slots = jnp.where(valid > 0, slots, cache.latent.shape[1])
+    latent = cache.latent.at[jnp.arange(len(latents))[:, None], slots].set(latents.astype(cache.latent.dtype), mode="drop")
+    return MLACache(latent=latent, length=cache.length + jnp.sum(valid, axis=1))

@@ -39,6 +39,7 @@ def test_chunked_prefill_equals_one(case, whole):
     assert rms_ratio(np.concatenate([first.logits, second.logits], axis=1), whole[:, :40]) < 1e-5
 
 
+@pytest.mark.slow
 def test_many_tokens_behind_a_cache_are_read_in_chunks(case, whole, monkeypatch):
     """More than CACHED_QUERIES at a time, behind rows that hold unequal numbers of tokens."""
     monkeypatch.setattr(mla, "CACHED_QUERIES", 8)
