@@ -9,6 +9,7 @@ with both sums over the state in one pass. Two blocks stay on each multiprocesso
 are on their way to shared memory and the last one is on its way back.
 """
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +46,12 @@ def step(call: Call, q: Float[Array, "B H K"], k: Float[Array, "B H K"], v: Floa
          interpret: Any = None) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
     """-> o, next state. K and V 64 or 128, the state float32, the others float32 or bfloat16. interpret: `plgpu.InterpretGPUParams`, for tests.
 
-    The state's buffer is written over where the caller gives it up (donation), else XLA copies it first.
+    The next state takes the old one's buffer where XLA gives them one (donation, a loop's carry) and another one where it does not: the kernel reads the
+    operand and writes the result. One that writes its operand, as a mutable reference would, loses what it writes where XLA fuses the call with the slices
+    of a scan over layers, which keeps neither the operand nor the promise that they are one buffer.
     """
+    from jax._src.pallas import mpmd  # what plgpu.kernel calls, which takes no input_output_aliases itself
+
     (batch, heads, key), value = q.shape, v.shape[-1]
     inputs = dict(q=q, k=k, v=v, g=g, beta=beta)
     if call.gate != "log_decay":
@@ -54,16 +59,29 @@ def step(call: Call, q: Float[Array, "B H K"], k: Float[Array, "B H K"], v: Floa
                        dt_bias=jnp.zeros((heads, key)) if dt_bias is None else dt_bias.astype(F32))
     fetched = {name: x for name, x in inputs.items() if name not in ("beta", "a_log")}
     items, slabs = batch * heads * (value // SLAB), key // SLAB
-    held = jax.new_ref(state)
     vector = lambda size: plgpu.SMEM((size,), F32)
     scratch = {f"{name}_here": plgpu.SMEM((STAGES, SLAB if name == "v" else key), x.dtype) for name, x in fetched.items()} | dict(
         state=tiled(STAGES, slabs, SLAB, SLAB, dtype=F32), totals=plgpu.SMEM((8, SLAB), F32), erased=vector(SLAB), read=vector(SLAB),
         arrived=plgpu.Barrier(num_arrivals=slabs + len(fetched), num_barriers=STAGES))
     blocks = min(items, BLOCKS)
-    body = functools.partial(_body, call, (*inputs, "held", "o", *scratch), tuple(fetched), (items, blocks), interpret is not None)
-    o = plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(v.shape, v.dtype), scratch_types=tuple(scratch.values()), grid=(blocks,), grid_names=("block",),
-                     compiler_params=PARAMS, interpret=interpret or False)(*inputs.values(), held)
-    return o, jax.freeze(held)
+    body = functools.partial(_body, call, (*inputs, "held", "o", "next", *scratch), tuple(fetched), (items, blocks), interpret is not None)
+    mesh = plgpu.Mesh(grid=(blocks,), grid_names=("block",))
+    kernel = mpmd._mpmd_map([(mesh, lambda *refs: pl.run_scoped(functools.partial(body, *refs), *scratch.values()))],
+                            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (v, state)), input_output_aliases={len(inputs): 1},
+                            compiler_params=PARAMS, interpret=interpret or False, name="kda_step")
+    return _mapped(kernel)(*inputs.values(), state)
+
+
+def _mapped(kernel: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+    """The kernel with a rule for `jax.vmap`, which its primitive has none of: members take turns."""
+    mapped = jax.custom_batching.custom_vmap(kernel)
+
+    @mapped.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
+        members = [x if of_each else jnp.broadcast_to(x, (size, *x.shape)) for x, of_each in zip(arrays, batched)]
+        return lax.map(lambda member: mapped(*member), tuple(members)), (True, True)
+
+    return mapped
 
 
 def _body(call: Call, names: tuple[str, ...], fetched: tuple[str, ...], sizes: tuple[int, int], interpret: bool, *refs: Any) -> None:
@@ -78,17 +96,17 @@ def _body(call: Call, names: tuple[str, ...], fetched: tuple[str, ...], sizes: t
         row = lax.div(item, tiles)
         return lax.div(row, heads), lax.rem(row, heads), pl.ds(lax.rem(item, tiles) * SLAB, SLAB)
 
-    def parts(n):
-        """(in global memory, in shared memory) of each slab of item n's state."""
+    def parts(n, name):
+        """(in global memory, in shared memory) of each slab of item n's state; name: "held" or "next"."""
         (b, h, column), state = place(n), r["state"].at[lax.rem(n, STAGES)]
-        return [(r["held"].at[b, h, pl.ds(i * SLAB, SLAB), column], state.at[i]) for i in range(state.shape[0])]
+        return [(r[name].at[b, h, pl.ds(i * SLAB, SLAB), column], state.at[i]) for i in range(state.shape[0])]
 
     def fetch(n):
         @pl.when(n < count)
         def _():
             (b, h, column), slot = place(n), lax.rem(n, STAGES)
             where = dict(v=(b, h, column), dt_bias=(h,))
-            for source, target in (*parts(n), *((r[name].at[where.get(name, (b, h))], r[f"{name}_here"].at[slot]) for name in fetched)):
+            for source, target in (*parts(n, "held"), *((r[name].at[where.get(name, (b, h))], r[f"{name}_here"].at[slot]) for name in fetched)):
                 plgpu.copy_gmem_to_smem(source, target, r["arrived"].at[slot])
 
     for n in range(STAGES):
@@ -96,7 +114,7 @@ def _body(call: Call, names: tuple[str, ...], fetched: tuple[str, ...], sizes: t
 
     def turn(n, _):
         _token(call, r, lax.rem(n, STAGES), place(n), interpret)
-        for outside, inside in parts(n):
+        for outside, inside in parts(n, "next"):
             plgpu.copy_smem_to_gmem(inside, outside, commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         # The state before this one has left: its place is free.

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import UnsupportedError, kda_step
@@ -79,6 +80,28 @@ def test_gradient(interpreter):
         want = jax.grad(partial(loss, decode._recurrence))(tuple(jnp.asarray(array, jnp.float64) for array in x))
     for name, a, b in zip(ORDER, got, want):
         assert rms_ratio(a, b) < 2e-6, name
+
+
+def test_writes_its_results_and_not_its_operands():
+    """Where XLA fuses the call with the slices of a scan over layers, operand and result are two buffers, whatever was promised."""
+    x = [arguments(64, 64, "bounded", "float32")[name] for name in ORDER]
+    call = mosaic_gpu_decode.Call("bounded", -5.0, True, True, 0.125)
+    mapped, = (eqn for eqn in jax.make_jaxpr(partial(mosaic_gpu_decode.step, call))(*x).eqns if eqn.primitive.name == "custom_vmap_call")
+    kernel, = mapped.params["call"].eqns
+    inside, = kernel.params["jaxprs"]
+    place = {var: i for i, var in enumerate(inside.invars)}
+    written = {place[effect.input] for effect in inside.effects if isinstance(effect, state_types.WriteEffect)}
+    assert written == {len(kernel.invars), len(kernel.invars) + 1}
+
+
+def test_members_of_a_vmap_are_calls(interpreter):
+    x = [arguments(64, 64, "bounded", "float32")[name] for name in ORDER]
+    members = [jnp.stack([array, array / 2, -array]) for array in x[:-1]]
+    step = partial(mosaic_gpu_decode.step, mosaic_gpu_decode.Call("bounded", -5.0, True, True, 0.125))
+    got = jax.vmap(step, in_axes=(0,) * 7 + (None,))(*members, x[-1])
+    for member in range(3):
+        for all_of_them, alone in zip(got, step(*(array[member] for array in members), x[-1])):
+            np.testing.assert_array_equal(all_of_them[member], alone)
 
 
 def test_refusals():
