@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from longmoe.model.kda import init_conv, init_dt_bias
+from longmoe.model.kda import init_dt_bias, init_mimetic_conv
 from longmoe.model.layers import causal_conv, rms_normalize
 from longmoe.shapes import Array, Float, Int
 from pallas_kernels.dispatch import Implementation
@@ -106,7 +106,11 @@ def linear_attention(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v
 def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
     """Float32 parameters of one member, those of layers along a leading axis. Matrices are normal with variance 1 / fan-in (the embedding's as a head).
 
-    A layer's mixer has the names of `longmoe.model.kda`. Drawn by NumPy: a program that draws them takes longer to compile than these to train.
+    A layer's mixer has the names of `longmoe.model.kda` and, under every arm, its mimetic start: keys with the queries' projection and a token late, output as
+    the values' transpose. What differs is then what a state can hold, and not how long it takes to find out that keys should look for what followed them:
+    from weights all drawn alike KDA has 0.1% of MQAR's answers right after 750 steps at 8,192 ids, with this start 99% after 100.
+
+    Drawn by NumPy: a program that draws them takes longer to compile than these to train.
     """
     draw = np.random.default_rng(seed)
     width, heads, features = size.width, size.num_heads, size.num_heads * size.head_dim
@@ -117,8 +121,9 @@ def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
     def layer(key: Array) -> Params:
         keys = jax.random.split(key, 4)
         out: Params = {f"{name}_proj": matrix(width, features) for name in "qkvg"}
-        out |= {f"{name}_conv": init_conv(key, (TAPS, features)) for name, key in zip("qkv", keys)}
-        out |= dict(b_proj=matrix(width, heads), o_proj=matrix(features, width), up_proj=matrix(width, size.expansion * width),
+        out |= dict(k_proj=out["q_proj"], o_proj=np.ascontiguousarray(out["v_proj"].T))
+        out |= {f"{name}_conv": init_mimetic_conv(name)(key, (TAPS, features)) for name, key in zip("qkv", keys)}
+        out |= dict(b_proj=matrix(width, heads), up_proj=matrix(width, size.expansion * width),
                     down_proj=matrix(size.expansion * width, width), a_log=np.zeros(heads, np.float32), mixer_norm=np.ones(width, np.float32),
                     mlp_norm=np.ones(width, np.float32), o_norm=np.ones(size.head_dim, np.float32))
         if arm == "kda":

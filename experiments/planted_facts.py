@@ -64,8 +64,8 @@ class Budget:
 
 
 BUDGETS = {
-    "h200": Budget("small", row=8192, batch=2, steps=3600, documents=10_000, filling=(128, 6000), questions=32,
-                   lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=2e-3, batch_tokens=720_896),
+    "h200": Budget("small", row=8192, batch=2, steps=2000, documents=5000, filling=(128, 6000), questions=32,
+                   lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=2e-3, batch_tokens=360_448),
     "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(32, 192), questions=4, lengths=(320, 512, 1024, 2048, 4096),
                   learning_rate=3e-3),
     "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=2, lengths=(320,), learning_rate=3e-3),
