@@ -8,7 +8,8 @@ pre-activations of growing size. range: the share of those factors that float16,
 machine, each with its error; on a Hopper GPU the kernels too, which want a bound. loss: the text run with either gate, three seeds.
 Expected: under the bound every factor fits bfloat16 and errors stay those of rounding at any size; without it factors overflow and the factored operator
 fails, so that it needs exact tiles, which take longer; the loss is the same within its interval. The same command again skips finished parts.
-The first three parts take some 2 minutes of one CPU core, the loss six times the demo's training (H200, 2 runs at a time: 6 minutes).
+The first three parts take some 2 minutes of one CPU core (H200: 6 beside other work, most of them compilation and references in float64), the loss six times
+the demo's training (H200, 2 runs at a time: 6 minutes).
 
 Writes results.json and bounded_decay.png: errors over the gate's spread, times over tokens, training loss with its 95 % interval over seeds.
 """

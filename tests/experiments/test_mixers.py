@@ -99,6 +99,20 @@ def test_members_do_not_see_each_other(arm):
     assert together.shape == (3, 2, 5, 32) and together.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("arm", [*mixers.ARMS, "library"])
+def test_arms_start_mimetic_as_the_librarys_layer_does(arm):
+    if arm == "library":
+        config = ModelConfig(width=24, dtype="float32", init="mimetic", kda=KDAConfig(num_heads=2, head_dim=16))
+        layer = KDA(config).init(jax.random.key(0), jnp.zeros((1, 8, 24)))["params"]
+        layer = {name: p["kernel"] if name.endswith("_proj") else p for name, p in layer.items()}
+    else:
+        layer = jax.tree.map(lambda p: p[0], mixers.init_params(0, SIZE, arm)["layers"])
+    np.testing.assert_array_equal(layer["k_proj"], layer["q_proj"])
+    np.testing.assert_array_equal(layer["o_proj"], np.asarray(layer["v_proj"]).T)
+    for name, tap in (("q", -1), ("k", -2), ("v", -1)):
+        assert np.mean(layer[f"{name}_conv"], axis=1).round().tolist() == np.eye(4)[tap].tolist()
+
+
 def test_the_kda_arm_is_the_librarys_layer():
     layer = jax.tree.map(lambda p: p[0], mixers.init_params(0, SIZE, "kda")["layers"])
     config = ModelConfig(width=24, dtype="float32", kda=KDAConfig(num_heads=2, head_dim=16))
