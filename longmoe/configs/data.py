@@ -27,6 +27,8 @@ class SourceConfig:
     """Licence of the text, for reports; a token folder brings its own."""
     suffixes: tuple[str, ...] = ()
     """Files of a folder that are read, by the end of their names; where empty, the usual ones of the kind."""
+    whole: bool = False
+    """Documents that a row can hold are not cut: one that does not fit behind the others begins the next row, and padding fills this one."""
 
     def __post_init__(self) -> None:
         for name in ("kind", "content"):   # a JSON list of sources comes without tyro's checks

@@ -38,7 +38,9 @@ class Long:
     most_tokens: int = 16384
     """Longest document: its filling's length is log-uniform up to it, and facts and questions come on top; used by planted and traces."""
     questions: int = 8
-    """Questions behind a document; used by planted."""
+    """Questions behind a document, the most of them with least_questions; used by planted."""
+    least_questions: int | None = None
+    """Fewest questions behind a document: their number is log-uniform up to `questions` (None: always as many); used by planted."""
     facts: tuple[str, ...] = tuple(KINDS)
     """What is planted."""
     depth: Literal[0, 1] = 1
@@ -63,6 +65,8 @@ def long(arguments: Sequence[str]) -> None:
     if args.documents < 1 or not 1 <= (args.least_tokens or 1) <= args.most_tokens:
         raise ValueError(f"documents: got {args.documents} of {args.least_tokens} to {args.most_tokens} tokens, wanted at least 1, and least_tokens from 1 to "
                          "most_tokens")
+    if not 1 <= (args.least_questions or 1) <= args.questions or args.least_questions == 0:
+        raise ValueError(f"questions: got {args.questions} with least_questions={args.least_questions}, wanted at least 1, and no more at least than at most")
     tokenizer = load_tokenizer(args.tokenizer)
     least = args.least_tokens or 0 if args.kind == "folders" else 0
     _print(args.out, write_long_documents(args.out, _documents(args, tokenizer), tokenizer, form=args.form, least_tokens=least))
@@ -82,7 +86,8 @@ def _documents(args: Long, tokenizer: Tokenizer) -> Iterator[LongDocument]:
     if args.kind == "traces":
         made = trace_documents(filling, seed=args.seed, length=length)
     else:
-        made = planted_documents(filling, seed=args.seed, questions=args.questions, length=length, kinds=args.facts)
+        questions = args.questions if args.least_questions is None else log_uniform(args.least_questions, args.questions)
+        made = planted_documents(filling, seed=args.seed, questions=questions, length=length, kinds=args.facts)
     return itertools.islice(made, args.documents)
 
 

@@ -103,7 +103,7 @@ def _toctree(texts: dict[str, str], page: str, seen: frozenset[str] = frozenset(
 
 
 def log_uniform(least: int, most: int) -> Callable[[Draws], int]:
-    """(draws) -> a length from least to most tokens, log-uniform."""
+    """(draws) -> a whole number from least to most, log-uniform."""
     low, high = math.log(least), math.log(most)
     return lambda draws: int(math.exp(low + (high - low) * float(draws.uniform(1)[0])))
 

@@ -3,7 +3,8 @@
 The rule. A stored token is a target exactly once an epoch; its input is the token before it in the document, or the
 end-of-document token before the first. A row holds pieces of documents one after another, each under its own segment id.
 A document that does not fit in what is left of a row is cut there and goes on at the start of the same lane's next row,
-where the model starts it from an empty state; its first input there is the true token before the cut.
+where the model starts it from an empty state; its first input there is the true token before the cut. A source may ask
+for whole documents: those that fit in a row begin the lane's next row instead, and what is left of this one is padding.
 
 Lanes. Rows are dealt to the lanes in turn, and a lane that has finished its document takes the mixture's next one.
 With one lane, rows follow in reading order. With many, a batch mixes many documents, neighbouring batches differ, and a very
@@ -35,7 +36,7 @@ class _Piece:
 class Packer:
     """Fills batches of rows from `mixture`; `state()` and `restore()` give and take everything that both remember.
 
-    A mixture without end never pads a row; at the end of a single pass, what is left of the last rows is padding.
+    A mixture without end pads a row in front of a whole document alone; at the end of a single pass, what is left of the last rows is padding.
     """
 
     def __init__(self, mixture: Mixture, *, sequence_length: int, batch_size: int, num_lanes: int):
@@ -120,6 +121,9 @@ class Packer:
             if piece is None:
                 return
             stored, weights = piece.document
+            if filled and not piece.offset and self._mixture.sources[piece.source].whole and self._length - filled < len(stored) <= self._length:
+                self._lanes[lane] = piece
+                return
             offset, count = piece.offset, min(self._length - filled, len(stored) - piece.offset)
             here, segment = slice(filled, filled + count), segment + 1
             row["targets"][here] = stored[offset:offset + count]

@@ -78,21 +78,25 @@ KINDS: dict[str, Callable[[Draws, str], Planted]] = {"single": _single, "last_co
 """What is planted: one number, a number that a later one replaces, none, a chain of 2 to MOST_PLACES hops in any order, 2 to MOST_PLACES counts to add."""
 
 
-def planted_documents(filling: Filling, *, seed: int, questions: int, length: Callable[[Draws], int],
+def planted_documents(filling: Filling, *, seed: int, questions: int | Callable[[Draws], int], length: Callable[[Draws], int],
                       kinds: Sequence[str] = tuple(KINDS)) -> Iterator[LongDocument]:
     """Endless documents: a preface, filling with facts between its chunks, then questions with their answers.
 
-    length: (draws) -> tokens of a document's filling; facts and questions come on top. Facts stand at distances from the end that are uniform for one half
-    of the questions and log-uniform for the other, so that near and far are both practised. Document i depends on seed, i and the filling alone.
+    questions: of each document, or (draws) -> theirs. A model that has yet to learn to look learns from documents with few facts: where there are forty,
+    to copy any of them is hardly better than to guess. length: (draws) -> tokens of a document's filling; facts and questions come on top.
+
+    Facts stand at distances from the end that are uniform for one half of the questions and log-uniform for the other, so that near and far are both
+    practised. Document i depends on seed, i and the filling alone.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds or questions < 1:
+    if unknown or not kinds or not callable(questions) and questions < 1:
         raise ValueError(f"kinds: got {', '.join(kinds) or 'none'} with questions={questions}, wanted names among {', '.join(KINDS)} and a question or more")
+    how_many = questions if callable(questions) else lambda draws: questions
     index = 0
     while True:
         draws = Draws(text_key("planted"), seed, index)
-        chunks = filling.take(draws, length(draws))
-        asked = [KINDS[kinds[kind]](draws, key) for kind, key in zip(draws.integers(len(kinds), questions).tolist(), draw_pairs(draws, questions))]
+        chunks, count = filling.take(draws, length(draws)), how_many(draws)
+        asked = [KINDS[kinds[kind]](draws, key) for kind, key in zip(draws.integers(len(kinds), count).tolist(), draw_pairs(draws, count))]
         yield _document(f"planted-{seed}-{index}", chunks, asked, draws)
         index += 1
 

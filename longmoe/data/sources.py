@@ -57,6 +57,8 @@ class Source:
     documents: Documents
     tokenizer: Tokenizer
     left_out: Mapping[str, int]
+    whole: bool = False
+    """A document that a row can hold is not cut."""
 
 
 class FolderDocuments:
@@ -220,7 +222,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _open(config: SourceConfig, folder: TokenFolder | None, tokenizer: Tokenizer, split: str) -> Source:
-    about = {"name": config.label, "kind": config.kind, "weight": config.weight, "tokenizer": tokenizer}
+    about = {"name": config.label, "kind": config.kind, "weight": config.weight, "tokenizer": tokenizer, "whole": config.whole}
     if folder is not None:
         licence = config.licence or ", ".join(folder.meta["licences"])
         return Source(**about, licence=licence, documents=FolderDocuments(folder.split(split), folder.fingerprint), left_out={})

@@ -19,8 +19,8 @@ def make_split(lengths) -> Split:
     return Split(np.concatenate(parts).astype(np.uint32), np.cumsum([0, *lengths]), [f"d{d}" for d in range(len(lengths))], EOS, 0)
 
 
-def make_source(lengths, name="made", weight=1.0) -> Source:
-    return Source(name, "token_folder", weight, "", FolderDocuments(make_split(lengths), f"{name} {list(lengths)}"), BYTES, {})
+def make_source(lengths, name="made", weight=1.0, whole=False) -> Source:
+    return Source(name, "token_folder", weight, "", FolderDocuments(make_split(lengths), f"{name} {list(lengths)}"), BYTES, {}, whole)
 
 
 def make_packer(sources, length, rows, lanes, *, repeat=False, workers=0, seed=3) -> Packer:

@@ -48,6 +48,36 @@ def test_a_long_document_goes_on_in_the_next_row_of_its_lane():
         np.testing.assert_array_equal(first["targets"][open_rows, -1], second["tokens"][open_rows, 0])
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(2, 30), st.integers(1, 3),
+       st.integers(1, 6))
+def test_whole_documents_are_cut_only_where_no_row_can_hold_them(lengths, others, length, rows, lanes):
+    sources = [make_source(lengths, "whole", whole=True), make_source(others, "cut")]
+    batches = all_batches(make_packer(sources, length, rows, lanes))
+    ids, targets = (np.concatenate([batch[name] for batch in batches]) for name in ("source_ids", "targets"))
+    for document, stored in enumerate(lengths):
+        in_rows = [row for row in range(len(ids)) if (ids[row] == document).any()]
+        assert (ids == document).sum() == stored
+        assert len(in_rows) == 1 or stored > length
+    assert sum((ids == len(lengths) + document).sum() for document in range(len(others))) == sum(others)
+    for row, (sources_of, targets_of) in enumerate(zip(ids, targets)):
+        padded = np.flatnonzero(sources_of < 0)
+        assert not len(padded) or (sources_of[padded[0]:] < 0).all() and targets_of[padded[0] - 1] == EOS, row
+
+
+def test_resume_between_a_row_and_the_whole_document_that_did_not_fit():
+    def made():
+        return make_packer([make_source([5, 9, 7, 6, 8], whole=True)], 12, 1, 2, repeat=True)
+
+    packer = made()
+    steps = [(packer.next_batch(), json.loads(json.dumps(packer.state()))) for _ in range(12)]
+    assert any(["made", index, 0] in state["lanes"] for _, state in steps for index in range(5))
+    for (_, state), (following, _) in itertools.pairwise(steps):
+        again = made()
+        again.restore(state)
+        equal(again.next_batch(), following)
+
+
 def test_a_very_long_document_takes_its_lane_s_share():
     packer = make_packer([make_source([400] + [20] * 200)], 8, 2, 8, repeat=True)
     sources = np.stack([packer.next_batch()["source_ids"] for _ in range(160)])

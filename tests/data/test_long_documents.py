@@ -8,7 +8,7 @@ import pytest
 
 from longmoe.cli import main
 from longmoe.data.draws import Draws
-from longmoe.data.long_documents import CHUNK, Filling, LongDocument, Turn, folder_documents, write_long_documents
+from longmoe.data.long_documents import CHUNK, Filling, LongDocument, Turn, folder_documents, log_uniform, write_long_documents
 from longmoe.data.planted import ABSENT, KINDS, MOST_PLACES, planted_documents
 from longmoe.data.tokenizer import Tokenizer
 from longmoe.data.traces import trace_documents
@@ -96,6 +96,11 @@ def test_a_document_depends_on_seed_and_number_alone():
         planted("chains")
 
 
+def test_the_number_of_questions_is_drawn_where_it_is_asked_for():
+    counts = [len(document.turns) // 2 for document in planted("single", 60, questions=log_uniform(1, 6))]
+    assert set(counts) >= {1, 2, 3, 4} and max(counts) <= 6 and counts.count(1) > counts.count(4)
+
+
 def test_evidence_covers_the_window():
     """Distances reach from next to the questions to the beginning; half of them are log-uniform."""
     distances = np.concatenate([document.distances(BYTES)[1] for document in planted("single", 150)])
@@ -154,6 +159,9 @@ def test_the_command_writes_what_a_run_can_read(folder, tmp_path, capsys):
     (tmp_path / "mix.json").write_text(json.dumps([{"kind": "jsonl", "path": "planted.jsonl", "content": "messages"}]))
     assert main(["data", "inspect", "--sources", str(tmp_path / "mix.json"), "--tokenizer", "bytes", "--rows", "0", "--sequence-length", "8192",
                  "--batch-size", "1"]) == 0
+    few = ["--questions", "4", "--least-questions"]
+    assert main(["data", "long", str(tmp_path / "few.jsonl"), *flags, *few, "1"]) == 0 and "6 documents" in capsys.readouterr().out
+    assert main(["data", "long", str(tmp_path / "none.jsonl"), *flags, *few, "5"]) == 2 and "questions: got 4 with least_q" in capsys.readouterr().err
     assert main(["data", "long", out, "--kind", "traces", *flags]) == 2 and "is there already" in capsys.readouterr().err
     assert main(["data", "long", str(tmp_path / "r.jsonl"), "--kind", "folders", "--text", str(folder), "--tokenizer", "bytes"]) == 0
     assert "3 documents" in capsys.readouterr().out
