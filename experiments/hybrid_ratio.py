@@ -13,10 +13,10 @@ decode: milliseconds of one more token of one sequence behind a context. The cac
 latents and states have: attention reads every slot whatever it holds, so that the time is that of a context that was read, without the minutes of reading
 it. Contexts are 256 to 4,096 tokens (h200: 8,192 to 1,048,576). Bytes are those of the arrays, beside what `longmoe.inference.serving_costs` says on paper.
 
-Time: H200, 5 to 8 runs at a time, 6.6 minutes for text and 2 for recall; decode 1 with its programs compiled ahead. Expected (Kimi Linear paper, perplexity 5.66 at 1:1, 5.65
-at 3:1, 5.70 at 7:1, 5.77 all MLA): loss within a percent or two from 1:1 to 7:1 (so it was) and all MLA (it learns text far slower here, without positions);
-recall complete with a single MLA layer or none (so it was); bytes and, where a GPU's memory is the limit, time a token in proportion to the MLA layers (bytes
-were; at a million tokens 2, 4 and 8 MLA layers added 2.6, 11.5 and 32.6 ms to the 2.3 of none).
+Time: H200, 5 to 8 runs at a time, 6.6 minutes for text and 2 for recall; decode 1 with its programs compiled ahead. Expected (Kimi Linear paper, perplexity
+5.66 at 1:1, 5.65 at 3:1, 5.70 at 7:1, 5.77 all MLA): loss within a percent or two from 1:1 to 7:1 (so it was) and all MLA (it learns text far slower here,
+without positions); recall complete with a single MLA layer or none (so it was); bytes and, where a GPU's memory is the limit, time a token in proportion to
+the MLA layers (bytes were; at a million tokens 2, 4 and 8 MLA layers added 2.6, 11.5 and 32.6 ms to the 2.3 of none).
 
 Writes results.json and hybrid_ratio.png: means with 95 % intervals, over seeds or (decode) over repeats.
 """

@@ -9,7 +9,7 @@ from flax import struct
 
 from longmoe.configs import ModelConfig
 from longmoe.model.attn_residuals import DepthMix
-from longmoe.model.cache import KDACarry, LatentRow, LayerCache, init_carry
+from longmoe.model.cache import KDACache, KDACarry, LatentRow, LayerCache, init_carry
 from longmoe.model.kda import KDA
 from longmoe.model.layers import FeedForward, RMSNorm
 from longmoe.model.mla import MLA
@@ -38,7 +38,8 @@ class LayerAux:
     """By-products of a layer."""
     router_stats: Any
     """The balancer's integer sums; None in a dense layer."""
-    cache: LayerCache | None
+    cache: KDACache | KDACarry | Float[Array, "B T R"] | None
+    """What the mixer hands on: memory after the tokens, or in an MLA layer the tokens' latents; None without a cache."""
     depth_weights: Any
     """{"attn": [S], "ffn": [S]}: each source's mean weight over valid tokens; None unless asked for."""
     max_logits: Float[Array, "H"] | None

@@ -66,9 +66,22 @@ def init_carry(config: ModelConfig, batch: int) -> KDACarry:
                     runs=jnp.full((batch, config.kda.conv_width), -1, jnp.int32))
 
 
-def append_latents(cache: MLACache, latents: Float[Array, "B T R"], valid: Int[Array, "B T"]) -> MLACache:
-    """Writes each row's valid tokens (1, others 0) behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache)."""
-    slots = cache.length[:, None] + jnp.cumsum(valid, axis=1) - 1
-    slots = jnp.where(valid > 0, slots, cache.latent.shape[1])
-    latent = cache.latent.at[jnp.arange(len(latents))[:, None], slots].set(latents.astype(cache.latent.dtype), mode="drop")
+def append_latents(cache: MLACache, latents: Float[Array, "*L B T R"], valid: Int[Array, "B T"]) -> MLACache:
+    """Writes each row's valid tokens (1, others 0) behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache).
+
+    cache: a layer's, or those of L layers along a further first axis.
+    """
+    slots = cache.length[..., None] + jnp.cumsum(valid, axis=1) - 1
+    slots = jnp.where(valid > 0, slots, cache.latent.shape[-2])
+    rows = jnp.ix_(*map(jnp.arange, cache.length.shape))                 # indices of layers and rows, [L, B]
+    latent = cache.latent.at[*(index[..., None] for index in rows), slots].set(latents.astype(cache.latent.dtype), mode="drop")
     return MLACache(latent=latent, length=cache.length + jnp.sum(valid, axis=1))
+
+
+def after_tokens(before: LayerCache, found: KDACache | Float[Array, "*L B T R"], valid: Int[Array, "B T"]) -> LayerCache:
+    """The cache of a layer, or of L layers along a first axis, behind new tokens. found: what the layer returned for them, its recurrent memory after them or
+    their latents.
+
+    A layer does not write latents itself: a scan over layers would make a new cache for each token, of all the tokens before it.
+    """
+    return append_latents(before, found, valid) if isinstance(before, MLACache) else found

@@ -13,7 +13,7 @@ from flax import struct
 from longmoe.configs import ModelConfig
 from longmoe.model.attn_residuals import DepthMix
 from longmoe.model.block import Depth, LayerAux, SuperBlock, cut, in_pieces, is_cut, join, mean_weights, over_pieces, remat_layer, sources
-from longmoe.model.cache import init_layer_cache
+from longmoe.model.cache import LayerCache, after_tokens, init_layer_cache
 from longmoe.model.depth import Group, flat_plan, plan
 from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
 from longmoe.parallel.vocabulary import lookup
@@ -82,7 +82,7 @@ class LongMoE(nn.Module):
             logits=None if return_hidden else project(config, hidden, head), hidden=hidden if return_hidden else None,
             router_stats=_by_layer(auxiliaries, _stats_at_bias), depth_weights=weights, balance_loss=_balance_loss(auxiliaries),
             max_logits=_by_layer(auxiliaries, lambda aux: None if aux.max_logits is None else {"mla": aux.max_logits}) if return_max_logits else None,
-            cache=None if cache is None else {name: jax.tree.map(lambda aux: aux.cache, aux, is_leaf=_is_aux) for name, aux in auxiliaries.items()})
+            cache=None if cache is None else _after_tokens(cache, auxiliaries, tokens, segment_ids))
 
     def _run_layer(self, group: Group, depth: Depth, runs: Array | None, cache: Any, asked: Mapping[str, bool]) -> tuple[Depth, LayerAux]:
         mixer, is_dense = self._kind(group.start)
@@ -172,8 +172,11 @@ def _check_tokens(tokens: Array, segment_ids: Array | None, vocab_size: int) -> 
         raise ValueError(f"segment_ids: got shape {list(segment_ids.shape)}, wanted that of tokens, {list(tokens.shape)}")
 
 
-def _is_aux(x: Any) -> bool:
-    return isinstance(x, LayerAux)
+def _after_tokens(cache: Any, auxiliaries: Mapping[str, Any], tokens: Tokens, segment_ids: SegmentIds | None) -> dict[str, Any]:
+    """All layers' caches behind `tokens`."""
+    valid = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else (segment_ids > 0).astype(jnp.int32)
+    one = lambda before, aux: after_tokens(before, aux.cache, valid)
+    return {name: jax.tree.map(one, cache[name], aux, is_leaf=lambda x: isinstance(x, LayerCache)) for name, aux in auxiliaries.items()}
 
 
 def _by_layer(auxiliaries: Mapping[str, Any], pick: Callable[[LayerAux], Any]) -> dict[str, Any]:

@@ -60,11 +60,12 @@ class MLA(nn.Module):
 
     @nn.compact
     def __call__(self, x: Hidden, runs: Int[Array, "B T"] | None = None,
-                 cache: MLACache | None = None, row: LatentRow | None = None) -> tuple[Hidden, MLACache | None, Float[Array, "H"] | None]:
+                 cache: MLACache | None = None,
+                 row: LatentRow | None = None) -> tuple[Hidden, Float[Array, "B T R"] | None, Float[Array, "H"] | None]:
         """runs: document of each token, 0 = padding. With a cache every row is one document, so runs only tells padding. row: x is a piece of rows.
 
-        Returns the output, or the latents of x where those of the row are not known yet; where one was given, the cache after x; with return_max_logits, and
-        without a cache, each head's largest logit.
+        Returns the output, or the latents of x where those of the row are not known yet; where a cache was given, the latents of x, for `after_tokens`; with
+        return_max_logits, and without a cache, each head's largest logit.
         """
         config, mla = self.config, self.config.mla
         batch, tokens, width = x.shape
@@ -83,14 +84,12 @@ class MLA(nn.Module):
         if cache is None:
             o, largest = self._over_latents(q, latent, kv_b, runs, scale, row)
         else:
-            largest, start = None, cache.length
-            valid = jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
-            cache = append_latents(cache, latent, valid)
-            o = self._over_cache(q, latent, kv_b, cache, start, valid, scale)
+            largest, valid = None, jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
+            o = self._over_cache(q, latent, kv_b, cache, valid, scale)
         if mla.use_output_gate:
             gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
             o = o * jax.nn.sigmoid(gate).reshape(o.shape)
-        return linear(config, width, "o_proj")(o.astype(x.dtype).reshape(batch, tokens, -1)), cache, largest
+        return linear(config, width, "o_proj")(o.astype(x.dtype).reshape(batch, tokens, -1)), None if cache is None else latent, largest
 
     def _queries(self, x: Hidden) -> Array:
         config, mla = self.config, self.config.mla
@@ -112,33 +111,39 @@ class MLA(nn.Module):
         keys, values = expand(latent, kv_b, q.shape[-1], high)
         return causal_attention(q, keys, values, scale, runs, high, **common)
 
-    def _over_cache(self, q: Array, latent: Array, kv_b: Array, cache: MLACache, start: Array, valid: Array, scale: float) -> Array:
-        """Attention of tokens that `cache` holds already, behind the `start` [B] ones before them.
+    def _over_cache(self, q: Array, latent: Array, kv_b: Array, cache: MLACache, valid: Array, scale: float) -> Array:
+        """Attention of tokens behind those that `cache` holds.
 
-        Prompts are read as in a pass without cache: their cost is a causal pass's, whatever the capacity, and no score is held that a chunk does not need.
+        A single token reads the cache as it is. Prompts are read as in a pass without cache: their cost is a causal pass's, whatever the capacity, and no
+        score is held that a chunk does not need.
         """
-        seen = start[:, None] + jnp.cumsum(valid, axis=1)               # tokens of the row up to and with each query
-        absorbed = lambda: self._absorbed(q, kv_b, cache, seen, scale)
         if q.shape[1] == 1:
-            return absorbed()
-        return jax.lax.cond(jnp.all(start == 0), lambda: self._over_latents(q, latent, kv_b, valid, scale, None)[0].astype(q.dtype), absorbed)
+            return self._absorbed(q, kv_b, cache.latent, cache.length[:, None], scale, own=latent)
 
-    def _absorbed(self, q: Array, kv_b: Array, cache: MLACache, seen: Array, scale: float) -> Array:
-        """Attention on the latents themselves: keys' and values' expansions are folded into the query and the output."""
+        def behind() -> Array:
+            seen = cache.length[:, None] + jnp.cumsum(valid, axis=1)   # tokens of the row up to and with each query
+            latents = append_latents(cache, latent, valid).latent
+            if q.shape[1] <= CACHED_QUERIES:
+                return self._absorbed(q, kv_b, latents, seen, scale)
+            chunks = into_chunks(q, CACHED_QUERIES), into_chunks(seen, CACHED_QUERIES)
+            return from_chunks(jax.lax.map(lambda part: self._absorbed(part[0], kv_b, latents, part[1], scale), chunks), q.shape[1])
+
+        return jax.lax.cond(jnp.all(cache.length == 0), lambda: self._over_latents(q, latent, kv_b, valid, scale, None)[0].astype(q.dtype), behind)
+
+    def _absorbed(self, q: Array, kv_b: Array, latents: Array, seen: Array, scale: float, own: Array | None = None) -> Array:
+        """Attention on the first `seen` [B, T] of a row's latents [B, S, R] and, of a single token, on its own: keys' and values' expansions are folded into
+        the query and the output. Latents are read whole, key columns too, since a product with a part of them would copy that part first."""
         mla, high = self.config.mla, precision(self.config)
-        wide = jnp.promote_types(q.dtype, jnp.float32)
-
-        def of_chunk(part: tuple[Array, Array]) -> Array:
-            q, seen = part
-            folded = jnp.einsum("bqhd,rhd->bqhr", q[..., :mla.nope_dim], kv_b[..., :mla.nope_dim], precision=high)
-            query = jnp.concatenate([folded, q[..., mla.nope_dim:]], axis=-1)
-            scores = jnp.einsum("bqhr,bsr->bhqs", query, cache.latent, preferred_element_type=wide, precision=high) * scale
-            mask = jnp.arange(cache.latent.shape[1]) < seen[..., None]
-            weights = masked_softmax(scores, mask[:, None])[0].astype(q.dtype)
-            mixed = jnp.einsum("bhqs,bsr->bqhr", weights, cache.latent[..., :mla.kv_lora_rank], precision=high)
-            return jnp.einsum("bqhr,rhd->bqhd", mixed, kv_b[..., mla.nope_dim:], precision=high)
-
-        tokens = q.shape[1]
-        if tokens <= CACHED_QUERIES:
-            return of_chunk((q, seen))
-        return from_chunks(jax.lax.map(of_chunk, (into_chunks(q, CACHED_QUERIES), into_chunks(seen, CACHED_QUERIES))), tokens)
+        product = functools.partial(jnp.einsum, precision=high)
+        scored = functools.partial(product, "bqhr,bsr->bhqs", preferred_element_type=jnp.promote_types(q.dtype, jnp.float32))
+        query = jnp.concatenate([product("bqhd,rhd->bqhr", q[..., :mla.nope_dim], kv_b[..., :mla.nope_dim]), q[..., mla.nope_dim:]], axis=-1)
+        scores = scored(query, latents)
+        mask = jnp.broadcast_to((jnp.arange(latents.shape[1]) < seen[..., None])[:, None], scores.shape)
+        if own is not None:
+            scores = jnp.concatenate([scores, scored(query, own)], axis=-1)
+            mask = jnp.pad(mask, [(0, 0)] * 3 + [(0, 1)], constant_values=True)
+        weights = masked_softmax(scores * scale, mask)[0].astype(q.dtype)
+        mixed = product("bhqs,bsr->bqhr", weights[..., :latents.shape[1]], latents)
+        if own is not None:
+            mixed = mixed + product("bhqs,bsr->bqhr", weights[..., -1:], own)
+        return product("bqhr,rhd->bqhd", mixed[..., :mla.kv_lora_rank], kv_b[..., mla.nope_dim:])

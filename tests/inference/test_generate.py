@@ -6,7 +6,8 @@ import pytest
 from tiny_config import VOCAB, tiny_model
 
 import longmoe
-from longmoe.inference.engine import STREAM_CHUNK, prefill, stream
+from longmoe.configs import MLAConfig, ResidualConfig
+from longmoe.inference.engine import STREAM_CHUNK, Decoding, decode, prefill, stream
 from longmoe.inference.sampling import Sampling, sample
 from longmoe.model import mla
 from longmoe.model.lm import LongMoE, init_cache, init_variables
@@ -63,6 +64,18 @@ def test_the_memory_of_a_prefill_grows_with_its_prompt_alone():
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(16384) < 2.3 * temporaries(8192)
+
+
+def test_a_token_makes_no_new_cache():
+    """Beside the cache, which is written in its place, decoding through scanned layers holds the latents of one layer and not of all."""
+    wide = MLAConfig(num_heads=2, q_lora_rank=16, kv_lora_rank=64, nope_dim=8, rope_dim=8, v_dim=8)
+    model = LongMoE(tiny_model(mla_every=1, num_layers=4, dense_layers=4, mla=wide, residual=ResidualConfig("plain")))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    state = jax.eval_shape(lambda: Decoding(token=jnp.zeros(3, jnp.int32), cache=init_cache(model.model_config, 3, 8192), ended=jnp.zeros(3, bool)))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
+    memory = decode.lower(model, Sampling(), None, variables, state, keys).compile().memory_analysis()
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < 0.8 * held
 
 
 def test_greedy_equals_recomputation(case):

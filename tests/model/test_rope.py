@@ -10,7 +10,7 @@ from tiny_config import tiny_model
 
 from longmoe.configs import MeshConfig, MLAConfig
 from longmoe.interop.hf_config import to_hf
-from longmoe.model.cache import init_layer_cache
+from longmoe.model.cache import after_tokens, init_layer_cache
 from longmoe.model.mla import MLA, rotate
 from longmoe.parallel.mesh import make_mesh
 from longmoe.presets import kimi_linear_48b
@@ -49,13 +49,15 @@ def test_decoding_equals_the_forward_pass():
     _, _, x = case()
     want, lengths = run()(x, None, None)[0], np.array([9, 5])
     prompt = jnp.where((jnp.arange(12) < lengths[:, None])[..., None], x[:, :12], 7.0)
-    cache = init_layer_cache(case()[0].config, "mla", 2, TOKENS)
-    got, cache = run()(prompt, (jnp.arange(12) < lengths[:, None]).astype(jnp.int32), cache)
+    cache, valid = init_layer_cache(case()[0].config, "mla", 2, TOKENS), (jnp.arange(12) < lengths[:, None]).astype(jnp.int32)
+    got, latents = run()(prompt, valid, cache)
+    cache = after_tokens(cache, latents, valid)
     for row, length in enumerate(lengths):
         assert rms_ratio(got[row, :length], want[row, :length]) < 1e-5
     for step in range(TOKENS - int(lengths.max())):
         at = lengths + step
-        got, cache = run()(x[np.arange(2), at][:, None], None, cache)
+        got, latents = run()(x[np.arange(2), at][:, None], None, cache)
+        cache = after_tokens(cache, latents, np.ones((2, 1), np.int32))
         assert rms_ratio(got[:, 0], want[np.arange(2), at]) < 1e-5
     assert rms_ratio(want, run(None)(x, None, None)[0]) > 0.01
 

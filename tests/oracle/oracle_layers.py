@@ -14,7 +14,7 @@ from longmoe.configs import KDAConfig, ModelConfig
 from longmoe.interop.hf_config import from_hf
 from longmoe.interop.hf_names import KIMI_K3, KIMI_LINEAR, Family, Tensor, expand
 from longmoe.model.attn_residuals import mix
-from longmoe.model.cache import init_layer_cache
+from longmoe.model.cache import after_tokens, init_layer_cache
 from longmoe.model.kda import KDA
 from longmoe.model.layers import situ_glu
 from longmoe.model.lm import RUN_ONCE
@@ -97,8 +97,8 @@ def measure_module(case: Case, kind: str, dtype: str, module: nn.Module, family:
 def decode(module: nn.Module, variables: Any, x: Any, cache: Any) -> tuple[Any, Any]:
     """The outputs of x's tokens one at a time, and the cache after them."""
     def step(cache: Any, token: Any) -> tuple[Any, Any]:
-        y, cache, *_ = module.apply(variables, token[:, None], None, cache)
-        return cache, y[:, 0]
+        y, found, *_ = module.apply(variables, token[:, None], None, cache)
+        return after_tokens(cache, found, jnp.ones((len(token), 1), jnp.int32)), y[:, 0]
 
     cache, outputs = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
     return jnp.moveaxis(outputs, 0, 1), cache
@@ -138,7 +138,9 @@ def measure_mla(name: str, dtype: str) -> list[Figure]:
     def extra(variables: Any, x: Any) -> dict[str, Any]:
         batch, tokens, _ = x.shape
         _, calls = recorded(module, variables, x)
-        _, cache, _ = module.apply(variables, x[:, :-5], None, init_layer_cache(config, "mla", batch, tokens))
+        empty = init_layer_cache(config, "mla", batch, tokens)
+        _, latents, _ = module.apply(variables, x[:, :-5], None, empty)
+        cache = after_tokens(empty, latents, jnp.ones(latents.shape[:2], jnp.int32))
         steps, cache = decode(module, variables, x[:, -5:], cache)
         return {"before_o_proj": calls["o_proj"][0][0], "cache_latent_normed": cache.latent[..., :rank], "cache_k_pe": cache.latent[..., rank:],
                 "decode_last5": steps}
