@@ -23,9 +23,15 @@ class KDAConfig:
     """Lower bound of the log decay; used by the bounded gate only."""
     output_gate: Literal["full_rank", "low_rank"] = "full_rank"
     """Output gate's projection: one matrix (Kimi K3), or two of rank head_dim (Kimi Linear)."""
+    dt_min: float = 0.001
+    """Shortest step at the start; dt_bias is the inverse softplus of steps that are log-uniform up to dt_max (Mamba-2). A channel first forgets by about
+    lower_bound * step a token, 1 in 200 tokens at 0.001: below it some remember further back from the first step on."""
+    dt_max: float = 0.1
+    """Longest step at the start."""
 
     def __post_init__(self) -> None:
-        positive(self, "num_heads", "head_dim", "conv_width")
+        positive(self, "num_heads", "head_dim", "conv_width", "dt_min")
+        check(self.dt_min <= self.dt_max, f"KDAConfig.dt_max: got {self.dt_max} with dt_min={self.dt_min}, wanted no less")
         check(self.lower_bound < 0, f"KDAConfig.lower_bound: got {self.lower_bound}, wanted a negative log decay such as -5.0")
 
 

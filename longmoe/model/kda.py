@@ -11,10 +11,10 @@ from longmoe.parallel.context import sharded_convolutions, sharded_kda
 from longmoe.shapes import Array, Hidden, Int
 
 
-def init_dt_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
-    """Mamba-2's rule: the inverse softplus of a step drawn log-uniformly from [0.001, 0.1]."""
-    low, high = jnp.log(0.001), jnp.log(0.1)
-    step = jnp.maximum(jnp.exp(jax.random.uniform(key, shape) * (high - low) + low), 1e-4)
+def init_dt_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32, dt_min: float = 0.001, dt_max: float = 0.1) -> Array:
+    """Mamba-2's rule: the inverse softplus of a step drawn log-uniformly from [dt_min, dt_max]."""
+    low, high = jnp.log(dt_min), jnp.log(dt_max)
+    step = jnp.exp(jax.random.uniform(key, shape) * (high - low) + low)
     return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)
 
 
@@ -62,7 +62,7 @@ class KDA(nn.Module):
         g = linear(config, kda.num_heads * kda.head_dim, "f_b_proj")(linear(config, kda.head_dim, "f_a_proj")(x))
         a_log = self.param("a_log", nn.initializers.zeros if kda.gate == "bounded" else init_a_log_softplus,
                            (kda.num_heads,), jnp.float32)
-        dt_bias = self.param("dt_bias", init_dt_bias, (kda.num_heads, kda.head_dim), jnp.float32)
+        dt_bias = self.param("dt_bias", init_dt_bias, (kda.num_heads, kda.head_dim), jnp.float32, kda.dt_min, kda.dt_max)
         beta = linear(config, kda.num_heads, "b_proj")(x).astype(float_dtype(config))
         keywords = dict(gate=kda.gate, a_log=a_log, dt_bias=dt_bias, lower_bound=kda.lower_bound if kda.gate == "bounded" else None,
                         beta_logits=True, qk_l2norm=True, implementation=config.implementation)

@@ -41,3 +41,16 @@ def test_one_tap_has_no_previous_token():
     model = tiny_model(init="mimetic")
     model = dataclasses.replace(model, kda=dataclasses.replace(model.kda, conv_width=1))
     assert all(np.abs(layer["k_conv"] - 1).max() <= MIMETIC_NOISE for layer in kda_layers(model)[0])
+
+
+@pytest.mark.parametrize("low,high", [(0.001, 0.1), (1e-6, 1e-2)])
+def test_a_channel_first_forgets_by_its_step(low, high):
+    """Under the bounded gate with a pre-activation of zero the log decay is -5 (1 - exp(-step))."""
+    model = tiny_model(num_layers=3, mla_every=0)
+    layers, _ = kda_layers(dataclasses.replace(model, kda=dataclasses.replace(model.kda, dt_min=low, dt_max=high, head_dim=64)))
+    bias = np.concatenate([layer["dt_bias"].ravel() for layer in layers]).astype(np.float64)
+    steps = -np.log1p(-1 / (1 + np.exp(-bias)))
+    assert low * 0.99 < steps.min() < 2 * low and high / 2 < steps.max() < high * 1.01
+    assert abs(np.median(np.log(steps)) - np.log(low * high) / 2) < 0.15 * np.log(high / low)
+    with pytest.raises(ValueError, match=r"KDAConfig.dt_max: got 0.0001 with dt_min=0.001"):
+        dataclasses.replace(model.kda, dt_max=1e-4)
