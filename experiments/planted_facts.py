@@ -17,13 +17,15 @@ tokenizer of the text alone and first decays of 200 tokens at most, 2,000 steps 
 each length. This recipe was not run on a GPU yet; on a CPU nano learns no retrieval from a million tokens of either.
 
 Writes results.json, and planted_facts.png beside it: the share of needles found (official score, Wilson's 95 % interval) over the length, with the controls.
-The page with heat maps over depth is in RUN_DIR/run/evaluations. The same command resumes.
+The page with heat maps over depth is in RUN_DIR/run/evaluations. results.json also has the share of right answers on further documents of the trained form, by
+the number of facts in them. The same command resumes.
 """
 import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,20 @@ import longmoe
 from longmoe import plotting
 from longmoe.configs import DataConfig, SourceConfig, TrainConfig
 from longmoe.data.corpus import build_stdlib_corpus, stdlib_contents
-from longmoe.data.long_documents import Filling, log_uniform, write_long_documents
-from longmoe.data.planted import planted_documents
+from longmoe.data.long_documents import Filling, LongDocument, log_uniform, write_long_documents
+from longmoe.data.planted import ABSENT, planted_documents
 from longmoe.data.token_folder import read_token_folder
 from longmoe.data.tokenizer import Tokenizer
 from longmoe.eval_commands import SuiteRun, run_suites
+from longmoe.evaluation.models import ScoreTokens, make_score
+from longmoe.evaluation.statistics import wilson
+from longmoe.train.checkpoints import load_checkpoint
 from longmoe.train.metrics import read_lines
 
 FACTS = ("single", "single", "last_counts", "absent")
 """Drawn from evenly: half of the questions ask for a number that stands in the text once."""
+FACT = re.compile(r"numbers for \S+ is: ")
+"""What a planted fact about a number has."""
 VOCAB_SIZE = 4096
 TOKENIZER_DOCUMENTS = 3000
 """Documents without filling that the tokenizer is trained on beside the text."""
@@ -70,6 +77,8 @@ class Budget:
     learning_rate: float
     batch_tokens: int = 65_536
     """Of a batch of needles."""
+    scored: int = 128
+    """Further documents like those trained on, whose answers are scored."""
 
 
 BUDGETS = {
@@ -77,24 +86,28 @@ BUDGETS = {
                    lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=2e-3, batch_tokens=360_448),
     "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(16, 192), questions=(1, 4), lengths=(320, 512, 1024, 2048, 4096),
                   learning_rate=3e-3),
-    "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=(1, 2), lengths=(320,), learning_rate=3e-3),
+    "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=(1, 2), lengths=(320,), learning_rate=3e-3, scored=4),
 }
+
+
+def documents(budget: Budget, tokenizer: Tokenizer, seed: int, filling: tuple[int, int]) -> Iterator[LongDocument]:
+    contents = stdlib_contents()
+    texts = [contents.content(i) for i in range(len(contents))]
+    return planted_documents(Filling(texts, tokenizer), seed=seed, questions=log_uniform(*budget.questions), length=log_uniform(*filling), kinds=FACTS)
 
 
 def prepare(folder: Path, budget: Budget) -> tuple[Path, Path]:
     """A token folder of the standard library, and JSON lines of pieces of its files with facts and questions, worded as the needle grid's."""
-    contents = stdlib_contents()
-    texts = [contents.content(i) for i in range(len(contents))]
-    made = lambda tokenizer, seed, filling: planted_documents(Filling(texts, tokenizer), seed=seed, questions=log_uniform(*budget.questions),
-                                                              length=log_uniform(*filling), kinds=FACTS)
     text = folder / f"text_{VOCAB_SIZE}_{budget.questions[1]}"
     if not text.exists():
-        sample = itertools.islice(made(Tokenizer.of_bytes(), 1, (1, 1)), TOKENIZER_DOCUMENTS)
-        build_stdlib_corpus(text, tokenizer=Tokenizer.train(itertools.chain(texts, (document.text for document in sample)), VOCAB_SIZE))
+        sample = itertools.islice(documents(budget, Tokenizer.of_bytes(), 1, (1, 1)), TOKENIZER_DOCUMENTS)
+        contents = stdlib_contents()
+        read = itertools.chain(map(contents.content, range(len(contents))), (document.text for document in sample))
+        build_stdlib_corpus(text, tokenizer=Tokenizer.train(read, VOCAB_SIZE))
     planted = folder / f"planted_{VOCAB_SIZE}_{budget.documents}_{budget.filling[1]}_{budget.questions[1]}.jsonl"
     if not planted.exists():
         unfinished, tokenizer = planted.with_suffix(".unfinished"), read_token_folder(text).tokenizer
-        write_long_documents(unfinished, itertools.islice(made(tokenizer, 0, budget.filling), budget.documents), tokenizer)
+        write_long_documents(unfinished, itertools.islice(documents(budget, tokenizer, 0, budget.filling), budget.documents), tokenizer)
         unfinished.rename(planted)
     return text, planted
 
@@ -109,6 +122,34 @@ def config(text: Path, planted: Path, budget: Budget) -> TrainConfig:
         cfg, model=model, steps=budget.steps, data=DataConfig(sources=sources, sequence_length=budget.row, batch_size=budget.batch, workers=2),
         optim=dataclasses.replace(cfg.optim, learning_rate=budget.learning_rate, warmup_steps=max(1, budget.steps // 12)),
         checkpoint=dataclasses.replace(cfg.checkpoint, every=budget.steps, keep=1))
+
+
+def answer_tokens(document: LongDocument, ids: Sequence[int], token_bytes: np.ndarray) -> list[np.ndarray]:
+    """Places in ids, the tokens of its text, of each answer without the stop behind it: every token that holds some of it."""
+    turns = np.cumsum([0, *(len(turn.content.encode()) for turn in document.turns)])
+    ends = np.cumsum(token_bytes[np.asarray(ids)])
+    return [np.arange(np.searchsorted(ends, start, side="right"), np.searchsorted(ends, stop - len(".\n"), side="left") + 1)
+            for start, stop in zip(turns[1::2], turns[2::2])]
+
+
+def share_right(score: ScoreTokens, tokenizer: Tokenizer, made: Iterable[LongDocument], budget: Budget) -> dict[str, dict[str, Any]]:
+    """Of the answers in the documents that a row can hold, by the facts that the document has ("1", "2-3", "4-7", ...; "absent": no fact answers it): the
+    share whose every token is the most likely one behind the right ones before it, with Wilson's interval."""
+    found: dict[str, list[bool]] = {}
+    encoded = ((document, tokenizer.encode(document.text)) for document in made)
+    for batch in itertools.batched(((document, ids) for document, ids in encoded if len(ids) < budget.row), budget.batch):
+        rows = np.full((budget.batch, budget.row + 1), tokenizer.eos_id, np.int32)
+        for row, (_, ids) in zip(rows, batch):
+            row[1:1 + len(ids)] = ids                                     # behind the end-of-document token
+        best = score(rows[:, :-1], rows[:, 1:]).best
+        for row, right, (document, ids) in zip(rows, best, batch):
+            facts = len(FACT.findall(document.turns[0].content))
+            low = 1 << (max(facts, 1).bit_length() - 1)
+            for turn, places in zip(document.turns[1::2], answer_tokens(document, ids, tokenizer.bytes_per_token())):
+                name = "absent" if turn.content.startswith(ABSENT) else "1" if low == 1 else f"{low}-{2 * low - 1}"
+                found.setdefault(name, []).append(bool((right[places] == row[1:][places]).all()))
+    order = lambda name: (name == "absent", int(name.split("-")[0]) if name != "absent" else 0)
+    return {name: dataclasses.asdict(wilson(float(np.mean(found[name])), len(found[name]))) for name in sorted(found, key=order)}
 
 
 def scores(evaluation: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
@@ -143,15 +184,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_dir = args.run_dir or Path("runs") / ("planted_facts_smoke" if args.smoke else "planted_facts")
     run, out, samples = run_dir / "run", args.out or run_dir / "results.json", 1 if args.smoke else args.samples
     out.parent.mkdir(parents=True, exist_ok=True)
-    cfg = config(*prepare(run_dir / "data", budget), budget)
+    text, planted = prepare(run_dir / "data", budget)
+    cfg = config(text, planted, budget)
     lines = read_lines(Path(longmoe.fit(cfg, str(run)).paths.metrics))
     page = run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples, batch_tokens=budget.batch_tokens))
+    loaded, variables = load_checkpoint(str(run))
+    tokenizer = read_token_folder(text).tokenizer
+    trained_form = share_right(make_score(loaded.model, variables), tokenizer, itertools.islice(documents(budget, tokenizer, 2, budget.filling), budget.scored),
+                               budget)
     found, seconds = scores(json.loads(page.with_suffix(".json").read_text())), lines[-1]["elapsed_seconds"]
-    results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, tokens=sum(line["tokens"] for line in lines),
+    results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, trained_form=trained_form, tokens=sum(line["tokens"] for line in lines),
                    loss=float(np.mean([line["loss"] for line in lines[-max(1, len(lines) // 20):]])), training_seconds=round(seconds, 1),
                    run=run_record("planted_facts.py", argv, seconds))
     out.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
     out.with_name("planted_facts.png").write_bytes(figure(found, budget.row))
+    print(json.dumps({"trained form": {facts: cell["mean"] for facts, cell in trained_form.items()}}))
     print(json.dumps({task: {length: cell["mean"] for length, cell in cells.items()} for task, cells in found.items()}, indent=1))
 
 
