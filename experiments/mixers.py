@@ -121,7 +121,7 @@ def init_params(seed: int, size: ModelSize, arm: Arm) -> Params:
     def layer(key: Array) -> Params:
         keys = jax.random.split(key, 4)
         out: Params = {f"{name}_proj": matrix(width, features) for name in "qkvg"}
-        out |= dict(k_proj=out["q_proj"], o_proj=np.ascontiguousarray(out["v_proj"].T))
+        out |= dict(k_proj=out["q_proj"], o_proj=out["v_proj"].T)
         out |= {f"{name}_conv": init_mimetic_conv(name)(key, (TAPS, features)) for name, key in zip("qkv", keys)}
         out |= dict(b_proj=matrix(width, heads), up_proj=matrix(width, size.expansion * width),
                     down_proj=matrix(size.expansion * width, width), a_log=np.zeros(heads, np.float32), mixer_norm=np.ones(width, np.float32),

@@ -65,7 +65,7 @@ def long(arguments: Sequence[str]) -> None:
     if args.documents < 1 or not 1 <= (args.least_tokens or 1) <= args.most_tokens:
         raise ValueError(f"documents: got {args.documents} of {args.least_tokens} to {args.most_tokens} tokens, wanted at least 1, and least_tokens from 1 to "
                          "most_tokens")
-    if not 1 <= (args.least_questions or 1) <= args.questions or args.least_questions == 0:
+    if not 1 <= (args.questions if args.least_questions is None else args.least_questions) <= args.questions:
         raise ValueError(f"questions: got {args.questions} with least_questions={args.least_questions}, wanted at least 1, and no more at least than at most")
     tokenizer = load_tokenizer(args.tokenizer)
     least = args.least_tokens or 0 if args.kind == "folders" else 0

@@ -103,9 +103,9 @@ def _toctree(texts: dict[str, str], page: str, seen: frozenset[str] = frozenset(
 
 
 def log_uniform(least: int, most: int) -> Callable[[Draws], int]:
-    """(draws) -> a whole number from least to most, log-uniform."""
+    """(draws) -> the whole part of a number that is log-uniform from least to most."""
     low, high = math.log(least), math.log(most)
-    return lambda draws: int(math.exp(low + (high - low) * float(draws.uniform(1)[0])))
+    return lambda draws: max(least, int(math.exp(low + (high - low) * float(draws.uniform(1)[0]))))
 
 
 class Filling:

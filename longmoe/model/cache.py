@@ -66,6 +66,11 @@ def init_carry(config: ModelConfig, batch: int) -> KDACarry:
                     runs=jnp.full((batch, config.kda.conv_width), -1, jnp.int32))
 
 
+def valid_tokens(tokens: Array, runs: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """1 where a token of [B, T, ...] is real and 0 at padding (document 0); runs None: no padding."""
+    return jnp.ones(tokens.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
+
+
 def append_latents(cache: MLACache, latents: Float[Array, "*L B T R"], valid: Int[Array, "B T"]) -> MLACache:
     """Writes each row's valid tokens (1, others 0) behind the ones it holds; tokens past the capacity are dropped (the caller sizes the cache).
 

@@ -13,7 +13,7 @@ from flax import struct
 from longmoe.configs import ModelConfig
 from longmoe.model.attn_residuals import DepthMix
 from longmoe.model.block import Depth, LayerAux, SuperBlock, cut, in_pieces, is_cut, join, mean_weights, over_pieces, remat_layer, sources
-from longmoe.model.cache import LayerCache, after_tokens, init_layer_cache
+from longmoe.model.cache import LayerCache, after_tokens, init_layer_cache, valid_tokens
 from longmoe.model.depth import Group, flat_plan, plan
 from longmoe.model.layers import RMSNorm, float_dtype, precision, start_from
 from longmoe.parallel.vocabulary import lookup
@@ -174,7 +174,7 @@ def _check_tokens(tokens: Array, segment_ids: Array | None, vocab_size: int) -> 
 
 def _after_tokens(cache: Any, auxiliaries: Mapping[str, Any], tokens: Tokens, segment_ids: SegmentIds | None) -> dict[str, Any]:
     """All layers' caches behind `tokens`."""
-    valid = jnp.ones(tokens.shape, jnp.int32) if segment_ids is None else (segment_ids > 0).astype(jnp.int32)
+    valid = valid_tokens(tokens, segment_ids)
     one = lambda before, aux: after_tokens(before, aux.cache, valid)
     return {name: jax.tree.map(one, cache[name], aux, is_leaf=lambda x: isinstance(x, LayerCache)) for name, aux in auxiliaries.items()}
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from longmoe.configs import ModelConfig
-from longmoe.model.cache import LatentRow, MLACache, append_latents
+from longmoe.model.cache import LatentRow, MLACache, append_latents, valid_tokens
 from longmoe.model.latent_attention import expand, from_chunks, into_chunks, latent_attention
 from longmoe.model.layers import RMSNorm, float_dtype, linear, precision
 from longmoe.parallel.context import sharded_attention
@@ -49,8 +49,7 @@ def _positions(x: Hidden, runs: Array | None, cache: MLACache | None, start: Arr
     """Tokens of the row before each one. Documents of a packed row go on counting: only differences within one reach the scores."""
     if cache is None:
         return jnp.broadcast_to(start + jnp.arange(x.shape[1]), x.shape[:2])
-    valid = jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
-    return cache.length[:, None] + jnp.cumsum(valid, axis=1) - 1
+    return cache.length[:, None] + jnp.cumsum(valid_tokens(x, runs), axis=1) - 1
 
 
 class MLA(nn.Module):
@@ -84,8 +83,7 @@ class MLA(nn.Module):
         if cache is None:
             o, largest = self._over_latents(q, latent, kv_b, runs, scale, row)
         else:
-            largest, valid = None, jnp.ones(x.shape[:2], jnp.int32) if runs is None else (runs > 0).astype(jnp.int32)
-            o = self._over_cache(q, latent, kv_b, cache, valid, scale)
+            o, largest = self._over_cache(q, latent, kv_b, cache, valid_tokens(x, runs), scale), None
         if mla.use_output_gate:
             gate = linear(config, mla.num_heads * mla.v_dim, "g_proj")(x).astype(float_dtype(config))
             o = o * jax.nn.sigmoid(gate).reshape(o.shape)

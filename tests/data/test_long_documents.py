@@ -98,6 +98,7 @@ def test_a_document_depends_on_seed_and_number_alone():
 
 def test_the_number_of_questions_is_drawn_where_it_is_asked_for():
     counts = [len(document.turns) // 2 for document in planted("single", 60, questions=log_uniform(1, 6))]
+    assert {len(document.turns) for document in planted("single", 5, questions=log_uniform(5, 5))} == {10}
     assert set(counts) >= {1, 2, 3, 4} and max(counts) <= 6 and counts.count(1) > counts.count(4)
 
 

@@ -35,12 +35,12 @@ def test_answer_tokens_spell_the_answers(tokenizer):
         assert spelled == [turn.content.removesuffix(".\n") for turn in document.turns[1::2]]
 
 
-@pytest.mark.parametrize("wrong_above,share", [(None, 1.0), (0, 0.0)])
-def test_shares_are_of_whole_answers_by_facts(tokenizer, wrong_above, share):
+@pytest.mark.parametrize("wrong,share", [(False, 1.0), (True, 0.0)])
+def test_shares_are_of_whole_answers_by_facts(tokenizer, wrong, share):
     def score(tokens, targets):
         assert tokens.shape == targets.shape == (2, 1024) and (tokens[:, 0] == tokenizer.eos_id).all()
         best = targets.copy()
-        if wrong_above is not None:
+        if wrong:
             best[:, ::2] += 1                                            # half of the tokens: no number of several tokens stays right
         return TokenScores(np.zeros(tokens.shape, np.float32), best)
 
