@@ -2,14 +2,16 @@
 
     python experiments/planted_facts.py [--size cpu|h200] [--run-dir runs/planted_facts] [--out results.json] [--steps N] [--samples 8] [--smoke]
 
-Half of the training tokens are the standard library's source, half are pieces of it with facts between them and questions about them behind: a number, a
-number that a later one replaces, a number that is nowhere. The needle grid words its question as they do, over other draws of the same words, and hides it
-in prose. h200: the small preset with the mimetic start, slow first decays and no rematerialisation, 2,000 steps of two rows of 8,192 tokens. cpu: nano, rows of
-512 tokens. Scored are lengths inside the trained rows and up to eight times beyond.
+The training tokens are the standard library's source and pieces of it with facts between them and questions about them behind: a number, a number that a
+later one replaces, a number that is nowhere. The needle grid words its question as they do, over other draws of the same words, and hides it in prose. h200:
+the small preset with the mimetic start, slow first decays and no rematerialisation, 2,000 steps of four rows of 8,192 tokens. cpu: nano, rows of 512 tokens.
+Scored are lengths inside the trained rows and up to eight times beyond.
 
-Documents have from one question to many, so that there is something to learn before the model tells keys apart, and none is cut by a row's end: the questions
-would stand in another row than their facts. The tokenizer has VOCAB_SIZE tokens, the model no more, and is trained on such documents too: words of keys are
-then one token or two, within reach of a short convolution, and numbers are spelled with some hundred tokens that are met often.
+Only an answer's few tokens teach to look, so 0.4 of the tokens are documents with little between the facts, a question in sixty tokens; 0.3 are those whose
+length matters, and 0.3 are text. Documents have from one question to many, so that there is something to learn before the model tells keys apart, and none is
+cut by a row's end: the questions would stand in another row than their facts. Each is met once. The tokenizer has VOCAB_SIZE tokens, the model no more, and is
+trained on such documents too: words of keys are then one token or two, within reach of a short convolution, and numbers are spelled with some hundred tokens
+that are met often.
 
 Time: 10 minutes of training on an H200 beside other work. Expected: at least 95% of needles inside the trained length. How far beyond it holds is what the plot
 says: nothing in the recipe knows a position, but no training row is longer. Not found yet: with 32 questions in every document, documents cut by rows, a
@@ -51,6 +53,8 @@ FACTS = ("single", "single", "last_counts", "absent")
 """Drawn from evenly: half of the questions ask for a number that stands in the text once."""
 FACT = re.compile(r"numbers for \S+ is: ")
 """What a planted fact about a number has."""
+WEIGHTS = {"text": 0.3, "dense": 0.4, "planted": 0.3}
+"""Shares of the training tokens: source, planted documents with little filling, planted documents as long as a row allows."""
 VOCAB_SIZE = 4096
 TOKENIZER_DOCUMENTS = 3000
 """Documents without filling that the tokenizer is trained on beside the text."""
@@ -69,9 +73,9 @@ class Budget:
     """Tokens of a training row."""
     batch: int
     steps: int
-    documents: int
-    """With planted facts."""
-    filling: tuple[int, int]
+    documents: dict[str, int]
+    """With planted facts, of each source."""
+    filling: dict[str, tuple[int, int]]
     """Least and most tokens of a document's filling, log-uniform between."""
     questions: tuple[int, int]
     """Fewest and most, log-uniform between."""
@@ -85,11 +89,13 @@ class Budget:
 
 
 BUDGETS = {
-    "h200": Budget("small", row=8192, batch=2, steps=2000, documents=10_000, filling=(16, 6000), questions=(1, 32),
+    "h200": Budget("small", row=8192, batch=4, steps=2000, documents={"dense": 42_000, "planted": 8_200},
+                   filling={"dense": (16, 256), "planted": (256, 6400)}, questions=(1, 32),
                    lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536), learning_rate=2e-3, batch_tokens=360_448),
-    "cpu": Budget("nano", row=512, batch=8, steps=1500, documents=4000, filling=(16, 192), questions=(1, 4), lengths=(320, 512, 1024, 2048, 4096),
-                  learning_rate=3e-3),
-    "smoke": Budget("nano", row=256, batch=2, steps=2, documents=8, filling=(16, 64), questions=(1, 2), lengths=(320,), learning_rate=3e-3, scored=4),
+    "cpu": Budget("nano", row=512, batch=8, steps=1500, documents={"dense": 20_000, "planted": 10_000}, filling={"dense": (1, 32), "planted": (16, 192)},
+                  questions=(1, 4), lengths=(320, 512, 1024, 2048, 4096), learning_rate=3e-3),
+    "smoke": Budget("nano", row=256, batch=2, steps=2, documents={"dense": 8, "planted": 8}, filling={"dense": (1, 16), "planted": (16, 64)},
+                    questions=(1, 2), lengths=(320,), learning_rate=3e-3, scored=4),
 }
 
 
@@ -104,30 +110,33 @@ def documents(budget: Budget, tokenizer: Tokenizer, seed: int, filling: tuple[in
     return planted_documents(Filling(texts(), tokenizer), seed=seed, questions=log_uniform(*budget.questions), length=log_uniform(*filling), kinds=FACTS)
 
 
-def prepare(folder: Path, budget: Budget) -> tuple[Path, Path]:
-    """A token folder of the standard library, and JSON lines of pieces of its files with facts and questions, worded as the needle grid's."""
+def prepare(folder: Path, budget: Budget) -> dict[str, Path]:
+    """Source -> a token folder of the standard library, and JSON lines of pieces of its files with facts and questions, worded as the needle grid's."""
     text = folder / f"text_{VOCAB_SIZE}_{budget.questions[1]}"
     if not text.exists():
         sample = itertools.islice(documents(budget, Tokenizer.of_bytes(), 1, (1, 1)), TOKENIZER_DOCUMENTS)
         build_stdlib_corpus(text, tokenizer=Tokenizer.train(itertools.chain(texts(), (document.text for document in sample)), VOCAB_SIZE))
-    planted = folder / f"planted_{VOCAB_SIZE}_{budget.documents}_{budget.filling[1]}_{budget.questions[1]}.jsonl"
-    if not planted.exists():
-        unfinished, tokenizer = planted.with_suffix(".unfinished"), read_token_folder(text).tokenizer
-        write_long_documents(unfinished, itertools.islice(documents(budget, tokenizer, 0, budget.filling), budget.documents), tokenizer)
-        unfinished.rename(planted)
-    return text, planted
+    made, tokenizer = {"text": text}, read_token_folder(text).tokenizer
+    for seed, (name, (least, most)) in enumerate(budget.filling.items(), 3):
+        made[name] = folder / f"{name}_{VOCAB_SIZE}_{budget.documents[name]}_{least}_{most}_{budget.questions[1]}.jsonl"
+        if not made[name].exists():
+            unfinished = made[name].with_suffix(".unfinished")
+            write_long_documents(unfinished, itertools.islice(documents(budget, tokenizer, seed, (least, most)), budget.documents[name]), tokenizer)
+            unfinished.rename(made[name])
+    return made
 
 
-def config(text: Path, planted: Path, budget: Budget) -> TrainConfig:
+def config(data: dict[str, Path], budget: Budget) -> TrainConfig:
     cfg = longmoe.presets.PRESETS[budget.preset]()
-    sources = (SourceConfig(path=str(text), name="text"), SourceConfig(kind="jsonl", path=str(planted), name="planted", whole=True))
+    sources = tuple(SourceConfig(path=str(path), name=name, weight=WEIGHTS[name], **({} if name == "text" else dict(kind="jsonl", whole=True)))
+                    for name, path in data.items())
     model = dataclasses.replace(cfg.model, init="mimetic", vocab_size=VOCAB_SIZE, remat="none", kda=dataclasses.replace(cfg.model.kda, **STEPS))
     if budget.steps <= 2:
         model = dataclasses.replace(model, num_layers=1, mla_every=1, dense_layers=0)
     return dataclasses.replace(
         cfg, model=model, steps=budget.steps, data=DataConfig(sources=sources, sequence_length=budget.row, batch_size=budget.batch, workers=2),
         optim=dataclasses.replace(cfg.optim, learning_rate=budget.learning_rate, warmup_steps=max(1, budget.steps // 12)),
-        checkpoint=dataclasses.replace(cfg.checkpoint, every=budget.steps, keep=1))
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=max(1, budget.steps // 3), keep=1))
 
 
 def answer_tokens(document: LongDocument, ids: Sequence[int], token_bytes: np.ndarray) -> list[np.ndarray]:
@@ -191,14 +200,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_dir = args.run_dir or Path("runs") / ("planted_facts_smoke" if args.smoke else "planted_facts")
     run, out, samples = run_dir / "run", args.out or run_dir / "results.json", 1 if args.smoke else args.samples
     out.parent.mkdir(parents=True, exist_ok=True)
-    text, planted = prepare(run_dir / "data", budget)
-    cfg = config(text, planted, budget)
+    data = prepare(run_dir / "data", budget)
+    cfg = config(data, budget)
     lines = read_lines(Path(longmoe.fit(cfg, str(run)).paths.metrics))
     page = run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples, batch_tokens=budget.batch_tokens))
     loaded, variables = load_checkpoint(str(run))
-    tokenizer = read_token_folder(text).tokenizer
-    trained_form = share_right(make_score(loaded.model, variables), tokenizer, itertools.islice(documents(budget, tokenizer, 2, budget.filling), budget.scored),
-                               budget)
+    tokenizer = read_token_folder(data["text"]).tokenizer
+    further = itertools.islice(documents(budget, tokenizer, 2, budget.filling["planted"]), budget.scored)
+    trained_form = share_right(make_score(loaded.model, variables), tokenizer, further, budget)
     found, seconds = scores(json.loads(page.with_suffix(".json").read_text())), lines[-1]["elapsed_seconds"]
     results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, trained_form=trained_form, tokens=sum(line["tokens"] for line in lines),
                    loss=float(np.mean([line["loss"] for line in lines[-max(1, len(lines) // 20):]])), training_seconds=round(seconds, 1),
