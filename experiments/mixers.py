@@ -17,7 +17,7 @@ import numpy as np
 
 import pallas_kernels
 from longmoe.model.kda import init_dt_bias, init_mimetic_conv
-from longmoe.model.layers import causal_conv, rms_normalize
+from longmoe.model.layers import rms_normalize
 from longmoe.shapes import Array, Float, Int
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.kda.documents import document_runs, state_owner
@@ -165,7 +165,7 @@ def apply_mixer(layer: Params, x: Float[Array, "M B T D"], runs: Int[Array, "B T
 
     def inputs(layer: Params, x: Array) -> tuple[Array, ...]:
         x = rms_normalize(x, layer["mixer_norm"], EPS)
-        q, k, v = (jax.nn.silu(causal_conv(_linear(x, layer[f"{name}_proj"]), layer[f"{name}_conv"], runs)) for name in "qkv")
+        q, k, v = (pallas_kernels.short_conv(_linear(x, layer[f"{name}_proj"]), layer[f"{name}_conv"], runs, implementation="xla") for name in "qkv")
         g = _linear(_linear(x, layer["f_a_proj"]), layer["f_b_proj"]) if arm == "kda" else _linear(x, layer["f_proj"])
         q, k, v, g = (y.reshape(*y.shape[:2], size.num_heads, -1) for y in (q, k, v, g))
         return q, k, v, g if arm == "kda" else g[..., 0], _linear(x, layer["b_proj"]).astype(jnp.float32)

@@ -1,4 +1,5 @@
-"""Operators for ultra-long-context sparse models: Kimi Delta Attention, causal attention and the grouped MoE matmul. Imports jax only.
+"""Operators for ultra-long-context sparse models: Kimi Delta Attention and its short convolution, causal attention, the grouped MoE matmul and its top-k.
+Imports jax only.
 
     from pallas_kernels import kda
     o, final_state = kda(q, k, v, g, beta, lower_bound=-5.0)     # [B, T, H, D], token-first
@@ -9,6 +10,8 @@ from pallas_kernels.dispatch import UnsupportedError, kernel_report, use_impleme
 from pallas_kernels.grouped_matmul.api import grouped_matmul
 from pallas_kernels.kda.api import kda, kda_segment, kda_step
 from pallas_kernels.kda.documents import document_runs
+from pallas_kernels.short_conv.api import short_conv
+from pallas_kernels.top_k.api import top_k
 
 __all__ = ["UnsupportedError", "attention", "chosen_attention", "document_runs", "first_visible", "grouped_matmul", "kda", "kda_segment", "kda_step",
-           "kernel_report", "use_implementation"]
+           "kernel_report", "short_conv", "top_k", "use_implementation"]

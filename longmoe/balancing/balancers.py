@@ -28,12 +28,12 @@ class Loads(NamedTuple):
 Statistics = quantile.Statistics | Loads
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def route(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"],
-          valid: Bool[Array, "B T"]) -> tuple[Int[Array, "B T K"], Statistics]:
+@functools.partial(jax.jit, static_argnames=("moe", "top_k"))
+def route(moe: MoEConfig, scores: Float[Array, "B T E"], bias: Float[Array, "E"], valid: Bool[Array, "B T"],
+          top_k: quantile.TopK = jax.lax.top_k) -> tuple[Int[Array, "B T K"], Statistics]:
     """Ids of each token's experts_per_token best experts by scores + bias, best first, and additive integer sums over the valid tokens."""
     flat = scores.reshape(-1, scores.shape[-1])
-    selection = quantile.select(flat, bias, moe.experts_per_token)
+    selection = quantile.select(flat, bias, moe.experts_per_token, top_k=top_k)
     ids, valid = selection.expert_ids, valid.reshape(-1)
     if moe.balancer == "quantile":
         sums: Statistics = quantile.statistics_from_selection(flat, bias, selection, valid)

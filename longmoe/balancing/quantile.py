@@ -19,6 +19,7 @@ Cost on an H200 at N = 32768, E = 896, k = 16: 1.4 ms for `select` (a router's t
 Selection only: nothing here carries a gradient, and combine weights must come from the scores without the bias.
 """
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -32,6 +33,10 @@ WARP = 9.0
 bias while biases stay within 1.2 of each other; beyond it a solve moves by RANGE and the next one goes on from there."""
 
 _OFFSETS = tuple(RANGE * math.sinh(WARP * (2 * i / BINS - 1)) / math.sinh(WARP) for i in range(BINS + 1))
+
+
+TopK = Callable[[Array, int], tuple[Array, Array]]
+"""(x [N, E], k) -> the k largest of each row, largest first and equal ones in the order of their columns, and their columns."""
 
 
 class Selection(NamedTuple):
@@ -58,19 +63,20 @@ def init_bias(num_experts: int) -> Float[Array, " E"]:
     return jnp.zeros(num_experts, jnp.float32)
 
 
-def select(scores: Float[Array, "N E"], bias: Float[Array, " E"], k: int) -> Selection:
+def select(scores: Float[Array, "N E"], bias: Float[Array, " E"], k: int, *, top_k: TopK = jax.lax.top_k) -> Selection:
     """Chooses k experts a token by `scores + bias`, in the one pass that the statistics need too.
 
     Args:
       scores: in (0, 1), [N, E]; float32 is compared, other dtypes are converted first.
       bias: [E].
       k: experts a token, 1 to E.
+      top_k: what finds the k + 1 best.
     Returns: Selection, without gradient.
     Raises: ValueError where shapes or k do not fit.
     """
     _check(scores, bias, k)
     scores, bias = _constants(scores, bias)
-    values, ids = jax.lax.top_k(scores + bias, min(k + 1, scores.shape[1]))
+    values, ids = top_k(scores + bias, min(k + 1, scores.shape[1]))
     return Selection(ids[:, :k], values[:, -1])
 
 

@@ -79,14 +79,14 @@ KINDS: dict[str, Callable[[Draws, str], Planted]] = {"single": _single, "last_co
 
 
 def planted_documents(filling: Filling, *, seed: int, questions: int | Callable[[Draws], int], length: Callable[[Draws], int],
-                      kinds: Sequence[str] = tuple(KINDS)) -> Iterator[LongDocument]:
+                      kinds: Sequence[str] = tuple(KINDS), near: bool = True) -> Iterator[LongDocument]:
     """Endless documents: a preface, filling with facts between its chunks, then questions with their answers.
 
     questions: of each document, or (draws) -> theirs. A model that has yet to learn to look learns from documents with few facts: where there are forty,
     to copy any of them is hardly better than to guess. length: (draws) -> tokens of a document's filling; facts and questions come on top.
 
     Facts stand at distances from the end that are uniform for one half of the questions and log-uniform for the other, so that near and far are both
-    practised. Document i depends on seed, i and the filling alone.
+    practised; near False: uniform for all. Document i depends on seed, i and the filling alone.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds or not callable(questions) and questions < 1:
@@ -97,14 +97,14 @@ def planted_documents(filling: Filling, *, seed: int, questions: int | Callable[
         draws = Draws(text_key("planted"), seed, index)
         chunks, count = filling.take(draws, length(draws)), how_many(draws)
         asked = [KINDS[kinds[kind]](draws, key) for kind, key in zip(draws.integers(len(kinds), count).tolist(), draw_pairs(draws, count))]
-        yield _document(f"planted-{seed}-{index}", chunks, asked, draws)
+        yield _document(f"planted-{seed}-{index}", chunks, asked, draws, near)
         index += 1
 
 
-def _document(name: str, chunks: Sequence[str], asked: Sequence[Planted], draws: Draws) -> LongDocument:
+def _document(name: str, chunks: Sequence[str], asked: Sequence[Planted], draws: Draws, near: bool) -> LongDocument:
     behind: list[list[tuple[str, int]]] = [[] for _ in range(len(chunks) + 1)]              # facts before each chunk: (fact, its question or -1)
     for question, planted in enumerate(asked):
-        log_uniform, points = question % 2 == 1, draws.uniform(len(planted.facts))
+        log_uniform, points = near and question % 2 == 1, draws.uniform(len(planted.facts))
         # In chunks from the end, from 0 (right before the questions) to all of them.
         distances = ((len(chunks) + 1)**points - 1 if log_uniform else points * (len(chunks) + 1)).astype(int)
         first_needed = len(planted.facts) - planted.needed

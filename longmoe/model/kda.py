@@ -1,4 +1,6 @@
 """The Kimi Delta Attention layer: projections, short convolutions, decay gate, the operator, gated norm (Kimi K3 report eq. 1-6)."""
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,10 @@ import jax.numpy as jnp
 import pallas_kernels
 from longmoe.configs import ModelConfig
 from longmoe.model.cache import KDACache, KDACarry
-from longmoe.model.layers import causal_conv, conv_history, float_dtype, linear, rms_normalize
-from longmoe.parallel.context import sharded_convolutions, sharded_kda
+from longmoe.model.layers import conv_history, float_dtype, linear, or_xla, rms_normalize
+from longmoe.parallel.context import Convolution, sharded_convolutions, sharded_kda
 from longmoe.shapes import Array, Hidden, Int
+from pallas_kernels.dispatch import Implementation
 
 
 def init_dt_bias(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32, dt_min: float = 0.001, dt_max: float = 0.1) -> Array:
@@ -26,6 +29,12 @@ def init_a_log_softplus(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = j
 def init_conv(key: Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
     """Uniform in +-1/sqrt(taps)."""
     return jax.random.uniform(key, shape, dtype, -shape[0] ** -0.5, shape[0] ** -0.5)
+
+
+@functools.cache
+def _convolution(implementation: Implementation) -> Convolution:
+    """The same object for all layers, so that they are traced once."""
+    return functools.partial(pallas_kernels.short_conv, implementation=implementation)
 
 
 MIMETIC_TAPS = {"q": -1, "k": -2, "v": -1}
@@ -95,12 +104,13 @@ class KDA(nn.Module):
             inputs.append(linear(config, features, f"{name}_proj", self._mimetic("q_proj") if name == "k" else None)(x))
             init = init_mimetic_conv(name) if config.init == "mimetic" else init_conv
             taps.append(self.param(f"{name}_conv", init, (kda.conv_width, features), jnp.dtype(config.param_dtype)))
+        convolve = _convolution(or_xla(config))
         if cache is None:
-            return *map(jax.nn.silu, sharded_convolutions(causal_conv, inputs, taps, runs)), None
+            return *sharded_convolutions(convolve, inputs, taps, runs), None
         histories = jnp.split(cache.conv, 3, axis=-1)
         carried = isinstance(cache, KDACarry)
         before = cache.runs[:, 1:] if carried and runs is not None else None
-        outputs = [jax.nn.silu(causal_conv(y, weights, runs, history, before)) for y, weights, history in zip(inputs, taps, histories)]
+        outputs = [convolve(y, weights, runs, history, before) for y, weights, history in zip(inputs, taps, histories)]
         # A carry keeps the last tokens whatever they are, for it knows their documents; a cache those of its one document.
         after = [conv_history(y, kda.conv_width, None if carried else runs, history) for y, history in zip(inputs, histories)]
         return *outputs, jnp.concatenate(after, axis=-1)

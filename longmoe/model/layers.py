@@ -1,4 +1,4 @@
-"""Small parts shared by the layers: linear maps, RMSNorm, gated activations, the dense feed-forward, the short causal convolution."""
+"""Small parts shared by the layers: linear maps, RMSNorm, gated activations, the dense feed-forward, the short convolution's history."""
 import functools
 from typing import NamedTuple
 
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from longmoe.configs import ModelConfig
 from longmoe.shapes import Array, Float, Hidden, Int
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.short_conv.xla import with_history
 
 
 def precision(config: ModelConfig) -> jax.lax.Precision:
@@ -25,6 +27,11 @@ def linear(config: ModelConfig, features: int, name: str, start: Array | None = 
 def start_from(value: Array) -> nn.initializers.Initializer:
     """An initializer that gives `value`, whatever the key."""
     return lambda key, shape, dtype=jnp.float32: jnp.broadcast_to(value, shape).astype(dtype)
+
+
+def or_xla(config: ModelConfig) -> Implementation:
+    """The config's implementation for operators that take a token at a time and odd sizes too: there it is xla, whatever else was asked for."""
+    return ("mosaic_gpu", "xla") if config.implementation == "mosaic_gpu" else config.implementation
 
 
 def float_dtype(config: ModelConfig) -> jnp.dtype:
@@ -206,28 +213,10 @@ def _wide_matmul_bwd(residuals: tuple[Array, Array], gradient: Array) -> tuple[A
 wide_matmul.defvjp(lambda x, kernel: (wide_matmul(x, kernel), (x, kernel)), _wide_matmul_bwd)
 
 
-def causal_conv(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"] | None = None,
-                history: Float[Array, "B W-1 C"] | None = None, history_runs: Int[Array, "B W-1"] | None = None) -> Float[Array, "B T C"]:
-    """Causal depthwise convolution; the last tap multiplies the current token.
-
-    runs: document of each token (`pallas_kernels.document_runs`), 0 = padding; a token sees its own document only and padding gives 0.
-    history: the inputs before x; None = zeros. history_runs: their documents in the numbering of runs; None = the first one of each row.
-    """
-    width, length = taps.shape[0], x.shape[1]
-    padded, padded_runs = _with_history(x, width, runs, history, history_runs)
-    out = jnp.zeros_like(x)
-    for tap in range(width):
-        term = padded[:, tap:tap + length] * taps[tap].astype(x.dtype)
-        if padded_runs is not None and tap < width - 1:
-            term = jnp.where((padded_runs[:, tap:tap + length] == runs)[..., None], term, 0)
-        out = out + term
-    return out if runs is None else jnp.where((runs > 0)[..., None], out, 0)
-
-
 def conv_history(x: Float[Array, "B T C"], width: int, runs: Int[Array, "B T"] | None = None,
                  history: Float[Array, "B W-1 C"] | None = None) -> Float[Array, "B W-1 C"]:
     """The history that continues the document of each row's last non-padding token after x."""
-    padded, padded_runs = _with_history(x, width, runs, history)
+    padded, padded_runs = with_history(x, width, runs, history)
     if runs is None:
         return padded[:, padded.shape[1] - (width - 1):]
     positions = jnp.arange(1, x.shape[1] + 1)
@@ -236,16 +225,3 @@ def conv_history(x: Float[Array, "B T C"], width: int, runs: Int[Array, "B T"] |
     run_at_end = jnp.take_along_axis(padded_runs, last[:, None] + width - 2, axis=1) if width > 1 else padded_runs[:, :0]
     kept = jnp.take_along_axis(padded, index[..., None], axis=1)
     return jnp.where((jnp.take_along_axis(padded_runs, index, axis=1) == run_at_end)[..., None], kept, 0)
-
-
-def _with_history(x: Array, width: int, runs: Array | None, history: Array | None,
-                  history_runs: Array | None = None) -> tuple[Array, Array | None]:
-    """x and runs with the width - 1 inputs before them; history counts as history_runs or else as the first document (run 1), its absence as none (-1)."""
-    batch, _, channels = x.shape
-    before = jnp.zeros((batch, width - 1, channels), x.dtype) if history is None else history.astype(x.dtype)
-    padded = jnp.concatenate([before, x], axis=1)
-    if runs is None:
-        return padded, None
-    if history_runs is None:
-        history_runs = jnp.full((batch, width - 1), -1 if history is None else 1, runs.dtype)
-    return padded, jnp.concatenate([history_runs, runs], axis=1)

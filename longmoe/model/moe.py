@@ -32,12 +32,26 @@ permute.defvjp(_permute_fwd, _permute_bwd)
 
 
 @jax.custom_vjp
-def unpermute(rows: Float[Array, "M Z"], order: Int[Array, "M"], inverse: Int[Array, "M"]) -> Float[Array, "M Z"]:
-    """rows[inverse], where inverse undoes order; the derivative is a gather by order."""
-    return rows[inverse]
+def combine(rows: Float[Array, "M Z"], weights: Float[Array, "N K"], order: Int[Array, "M"], inverse: Int[Array, "M"]) -> Float[Array, "N Z"]:
+    """Sum over k of weights[n, k] * rows[inverse[n K + k]] in the weights' dtype, where inverse undoes order. Its derivatives are gathers, and what it keeps
+    for them are its arguments."""
+    return jnp.sum(weights[..., None] * _copies(rows, inverse, weights), axis=1)
 
 
-unpermute.defvjp(lambda rows, order, inverse: (rows[inverse], order), lambda order, g: (g[order], None, None))
+def _copies(rows: Array, inverse: Array, weights: Array) -> Float[Array, "N K Z"]:
+    return rows[inverse].reshape(*weights.shape, -1).astype(weights.dtype)
+
+
+def _combine_bwd(residuals: tuple[Array, Array, Array, Array], g: Array) -> tuple[Array, Array, None, None]:
+    rows, weights, order, inverse = residuals
+    # Behind the barrier the copies are made again from the rows, not kept in the weights' wider dtype.
+    rows, g = jax.lax.optimization_barrier((rows, g))
+    dweights = jnp.sum(g[:, None] * _copies(rows, inverse, weights), axis=-1)
+    drows = weights.reshape(-1)[order][:, None] * g[order // weights.shape[1]]
+    return drows.astype(rows.dtype), dweights.astype(weights.dtype), None, None
+
+
+combine.defvjp(lambda *arguments: (combine(*arguments), arguments), _combine_bwd)
 
 
 def apply_experts(config: ModelConfig, rows: Float[Array, "N Z"], expert_ids: Int[Array, "N K"], combine_weights: Float[Array, "N K"],
@@ -56,8 +70,7 @@ def apply_experts(config: ModelConfig, rows: Float[Array, "N Z"], expert_ids: In
                                            implementation=config.implementation)
     hidden = gated_halves(config, hidden)
     out = pallas_kernels.grouped_matmul(hidden, down.astype(rows.dtype), group_sizes, implementation=config.implementation)
-    copies = unpermute(out, order, inverse).reshape(*expert_ids.shape, -1)
-    return jnp.sum(combine_weights[..., None] * copies.astype(combine_weights.dtype), axis=1)
+    return combine(out, combine_weights, order, inverse)
 
 
 class MoE(nn.Module):

@@ -1,15 +1,19 @@
 """The router: full-width sigmoid scores, selection by score plus a non-differentiable bias, combine weights from the bare scores."""
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from longmoe.balancing import auxiliary, balancers
+import pallas_kernels
+from longmoe.balancing import auxiliary, balancers, quantile
 from longmoe.configs import ModelConfig
-from longmoe.model.layers import float_dtype, wide_matmul
+from longmoe.model.layers import float_dtype, or_xla, wide_matmul
 from longmoe.parallel.experts import over_tokens
 from longmoe.shapes import Array, Float, Hidden, Int
+from pallas_kernels.dispatch import Implementation
 
 
 @struct.dataclass
@@ -21,6 +25,12 @@ class Routing:
     """float32; differentiable in the scores."""
     balance_loss: Float[Array, ""] | None
     """Summed over valid tokens, float32, differentiable in the scores; None unless the balancer is auxiliary_loss."""
+
+
+@functools.cache
+def _top_k(implementation: Implementation) -> quantile.TopK:
+    """The same object for all layers, so that they are traced once."""
+    return functools.partial(pallas_kernels.top_k, implementation=implementation)
 
 
 class Router(nn.Module):
@@ -43,7 +53,7 @@ class Router(nn.Module):
             logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.sigmoid(logits)
         valid = jnp.ones(x.shape[:2], bool) if runs is None else runs > 0
-        count = lambda scores, valid, bias: balancers.route(moe, scores, bias, valid)
+        count = lambda scores, valid, bias: balancers.route(moe, scores, bias, valid, _top_k(or_xla(config)))
         expert_ids, stats = over_tokens(count, jax.lax.stop_gradient(scores), valid, shared=bias)
         expert_ids = checkpoint_name(expert_ids, "router_ids")
         chosen = jnp.take_along_axis(scores, expert_ids, axis=-1)

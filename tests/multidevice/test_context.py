@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from packed_rows import on_mesh, packed_rows
 
+import pallas_kernels
 from longmoe.configs import MeshConfig
 from longmoe.model.latent_attention import expand, latent_attention
-from longmoe.model.layers import causal_conv
 from longmoe.model.mla import causal_attention
 from longmoe.parallel import context
 from longmoe.parallel.mesh import make_mesh
@@ -104,7 +104,7 @@ CONV = ("q", "k", "v")
 
 
 def convolutions(runs, **x):
-    return jnp.stack(context.sharded_convolutions(causal_conv, [x[n] for n in CONV], [x[f"{n}_taps"] for n in CONV], runs))
+    return jnp.stack(context.sharded_convolutions(pallas_kernels.short_conv, [x[n] for n in CONV], [x[f"{n}_taps"] for n in CONV], runs))
 
 
 @pytest.mark.parametrize("own", [OWN, pytest.param(2, marks=pytest.mark.exhaustive)])
