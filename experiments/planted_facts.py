@@ -39,9 +39,9 @@ import longmoe
 from longmoe import plotting
 from longmoe.configs import DataConfig, SourceConfig, TrainConfig
 from longmoe.data.corpus import build_stdlib_corpus, stdlib_contents
-from longmoe.data.long_documents import Filling, LongDocument, log_uniform, write_long_documents
+from longmoe.data.long_documents import Filling, LongDocument, log_uniform
 from longmoe.data.planted import ABSENT, planted_documents
-from longmoe.data.token_folder import read_token_folder
+from longmoe.data.token_folder import EncodedDocument, read_token_folder, write_token_folder
 from longmoe.data.tokenizer import Tokenizer
 from longmoe.eval_commands import SuiteRun, run_suites
 from longmoe.evaluation.models import ScoreTokens, make_score
@@ -55,6 +55,10 @@ FACT = re.compile(r"numbers for \S+ is: ")
 """What a planted fact about a number has."""
 WEIGHTS = {"text": 0.2, "dense": 0.3, "long": 0.5}
 """Shares of the training tokens."""
+REST = 0.0
+"""Weight as targets of planted documents' tokens that are no answer."""
+HELDOUT = 8
+"""Documents of each source that are held out; a token folder has some."""
 VOCAB_SIZE = 4096
 TOKENIZER_DOCUMENTS = 3000
 """Documents without filling that the tokenizer is trained on beside the text."""
@@ -130,24 +134,36 @@ def documents(source: Documents, tokenizer: Tokenizer, seed: int) -> Iterator[Lo
 
 
 def prepare(folder: Path, budget: Budget) -> dict[str, Path]:
-    """Source -> a token folder of the standard library, and JSON lines of pieces of its files with facts and questions, worded as the needle grid's."""
+    """Source -> token folder: the standard library, and pieces of its files with facts and questions, worded as the needle grid's."""
     text = folder / f"text_{VOCAB_SIZE}_{budget.dense.questions[1]}"
     if not text.exists():
         sample = itertools.islice(documents(dataclasses.replace(budget.dense, filling=(1, 1)), Tokenizer.of_bytes(), 1), TOKENIZER_DOCUMENTS)
         build_stdlib_corpus(text, tokenizer=Tokenizer.train(itertools.chain(texts(), (document.text for document in sample)), VOCAB_SIZE))
     made, tokenizer = {"text": text}, read_token_folder(text).tokenizer
     for seed, (name, source) in enumerate(budget.sources.items(), 3):
-        made[name] = folder / f"{name}_{VOCAB_SIZE}_{source.name}.jsonl"
+        made[name] = folder / f"{name}_{VOCAB_SIZE}_{source.name}"
         if not made[name].exists():
-            unfinished = made[name].with_suffix(".unfinished")
-            write_long_documents(unfinished, itertools.islice(documents(source, tokenizer, seed), source.count), tokenizer)
-            unfinished.rename(made[name])
+            splits = {"train": (seed, source.count), "heldout": (seed + len(budget.sources), HELDOUT)}
+            write_token_folder(made[name], tokenizer, {split: encoded(itertools.islice(documents(source, tokenizer, seed), count), tokenizer)
+                                                       for split, (seed, count) in splits.items()},
+                               name=name, source="planted facts in the standard library", licences=["PSF-2.0"])
     return made
+
+
+def encoded(made: Iterable[LongDocument], tokenizer: Tokenizer) -> Iterator[EncodedDocument]:
+    """Documents as tokens, of which answers with their full stops are targets of weight 1, all others of weight REST."""
+    token_bytes = tokenizer.bytes_per_token()
+    for document in made:
+        ids = tokenizer.encode(document.text)
+        weights = np.full(len(ids) + 1, REST, np.float32)
+        for places in answer_tokens(document, ids, token_bytes):
+            weights[places[0]:places[-1] + 2] = 1
+        yield EncodedDocument(document.name, [*ids, tokenizer.eos_id], weights, len(document.text.encode()))
 
 
 def config(data: dict[str, Path], budget: Budget) -> TrainConfig:
     cfg = longmoe.presets.PRESETS[budget.preset]()
-    sources = tuple(SourceConfig(path=str(path), name=name, weight=WEIGHTS[name], **({} if name == "text" else dict(kind="jsonl", whole=True)))
+    sources = tuple(SourceConfig(path=str(path), name=name, weight=WEIGHTS[name], whole=name != "text")
                     for name, path in data.items())
     model = dataclasses.replace(cfg.model, init="mimetic", vocab_size=VOCAB_SIZE, remat="none", kda=dataclasses.replace(cfg.model.kda, **STEPS))
     if budget.steps <= 2:

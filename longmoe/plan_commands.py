@@ -22,7 +22,7 @@ from longmoe.train.memory import TrainingMemory
 from longmoe.train.optim import optimizer_labels
 from longmoe.train.run_files import PACKAGES, installed_version
 from longmoe.train.startup import described_data
-from pallas_kernels.bench import attention_gpu, grouped_matmul, kda_cpu, kda_gpu
+from pallas_kernels.bench import attention_gpu, beside, grouped_matmul, kda_cpu, kda_gpu
 from pallas_kernels.dispatch import unmet_on_hopper
 
 
@@ -122,7 +122,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-BENCHES = ("kda", "attention", "grouped-matmul", "moe")
+BENCHES = ("kda", "attention", "grouped-matmul", "moe", "short-conv", "top-k")
 
 
 def bench(arguments: list[str]) -> None:
@@ -135,5 +135,6 @@ def bench(arguments: list[str]) -> None:
     asks = bool({"-h", "--help"} & set(arguments))
     if operator in ("attention", "grouped-matmul") and not hopper and not asks:
         raise ValueError(f"operator: got {operator} on {jax.devices()[0].device_kind}, wanted a Hopper GPU: this benchmark times Mosaic GPU kernels")
-    runs = {"attention": attention_gpu.main, "grouped-matmul": grouped_matmul.main, "moe": bench_moe.main, "kda": kda_gpu.main if hopper else kda_cpu.main}
+    runs = {"attention": attention_gpu.main, "grouped-matmul": grouped_matmul.main, "moe": bench_moe.main, "kda": kda_gpu.main if hopper else kda_cpu.main,
+            "short-conv": beside.short_conv_main, "top-k": beside.top_k_main}
     runs[operator](arguments)

@@ -95,6 +95,14 @@ def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
         assert 0 < row["rms"]["o"] < 1e-6 and 0 < row["rms"]["worst_gradient"] < 2e-6
 
 
+def test_bench_of_the_small_operators(tmp_path):
+    for operator, shape, found in (("short-conv", "1,64,8,3", "train_ms"), ("top-k", "8,16,3", "ms")):
+        out = tmp_path / f"{operator}.json"
+        assert main(["bench", operator, "--shapes", shape, "--repeats", "1", "--out", str(out)]) == 0
+        row, = json.loads(out.read_text())["rows"]
+        assert row["implementation"] == "xla" and row[found] > 0 and row.get("equal", True) and max(row.get("rms", [0])) < 1e-6
+
+
 @pytest.mark.exhaustive
 def test_bench_moe_times_the_layer_and_its_parts(capsys, tmp_path):
     out = tmp_path / "moe.json"
