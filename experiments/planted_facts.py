@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trained_form = {name: share_right(score, tokenizer, itertools.islice(documents(source, tokenizer, 2), budget.scored), budget)
                     for name, source in budget.sources.items()}
     found, seconds = scores(json.loads(page.with_suffix(".json").read_text())), lines[-1]["elapsed_seconds"]
-    results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, trained_form=trained_form, tokens=sum(line["tokens"] for line in lines),
+    results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, trained_form=trained_form, tokens=budget.steps * budget.batch * budget.row,
                    loss=float(np.mean([line["loss"] for line in lines[-max(1, len(lines) // 20):]])), training_seconds=round(seconds, 1),
                    run=run_record("planted_facts.py", argv, seconds))
     out.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")

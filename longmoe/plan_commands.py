@@ -122,7 +122,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-BENCHES = ("kda", "attention", "grouped-matmul", "moe", "short-conv", "top-k")
+BENCHES = ("kda", "attention", "grouped-matmul", "moe", "short-conv", "gated-activation", "top-k")
 
 
 def bench(arguments: list[str]) -> None:
@@ -136,5 +136,5 @@ def bench(arguments: list[str]) -> None:
     if operator in ("attention", "grouped-matmul") and not hopper and not asks:
         raise ValueError(f"operator: got {operator} on {jax.devices()[0].device_kind}, wanted a Hopper GPU: this benchmark times Mosaic GPU kernels")
     runs = {"attention": attention_gpu.main, "grouped-matmul": grouped_matmul.main, "moe": bench_moe.main, "kda": kda_gpu.main if hopper else kda_cpu.main,
-            "short-conv": beside.short_conv_main, "top-k": beside.top_k_main}
+            "short-conv": beside.short_conv_main, "gated-activation": beside.gated_activation_main, "top-k": beside.top_k_main}
     runs[operator](arguments)

@@ -96,7 +96,7 @@ def test_bench_kda_writes_times_with_their_errors(capsys, tmp_path):
 
 
 def test_bench_of_the_small_operators(tmp_path):
-    for operator, shape, found in (("short-conv", "1,64,8,3", "train_ms"), ("top-k", "8,16,3", "ms")):
+    for operator, shape, found in (("short-conv", "1,64,8,3", "train_ms"), ("gated-activation", "8,4", "train_ms"), ("top-k", "8,16,3", "ms")):
         out = tmp_path / f"{operator}.json"
         assert main(["bench", operator, "--shapes", shape, "--repeats", "1", "--out", str(out)]) == 0
         row, = json.loads(out.read_text())["rows"]

@@ -1,14 +1,13 @@
 """Small parts shared by the layers: linear maps, RMSNorm, gated activations, the dense feed-forward, the short convolution's history."""
-import functools
-from typing import NamedTuple
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from longmoe.configs import ModelConfig
 from longmoe.shapes import Array, Float, Hidden, Int
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_activation.specs import Gate
 from pallas_kernels.short_conv.xla import with_history
 
 
@@ -57,111 +56,18 @@ class RMSNorm(nn.Module):
         return rms_normalize(x, scale, self.eps)
 
 
-# Odd minimax polynomial of tanh below 0.625, highest power first (Cephes, tanhf).
-TANH_SMALL = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-
-
-@jax.custom_jvp
-def tanh(x: Array) -> Array:
-    """tanh; in float32 within 1.3 units in the last place, 0.3 root mean square. XLA's own errs by up to 4.6 and 1.05, which a deep model's gradients show."""
-    if x.dtype != jnp.float32:
-        return jnp.tanh(x)
-    size, square = jnp.abs(x), x * x
-    small = x + x * (square * jnp.polyval(jnp.asarray(TANH_SMALL, jnp.float32), square))
-    return jnp.where(size < 0.625, small, jnp.sign(x) * (1 - 2 / (jnp.exp(2 * size) + 1)))
-
-
-@tanh.defjvp
-def _tanh_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    y = tanh(primals[0])
-    return y, tangents[0] * ((1 - y) * (1 + y))
-
-
-def situ_glu(gate: Array, linear: Array, beta: float, linear_beta: float | None) -> Array:
-    """SiTU-GLU: beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(linear / linear_beta), inside in float32.
-
-    linear_beta None leaves the linear branch as it is. Same shape and dtype as `gate`. (Kimi K3 report, Stable LatentMoE.)
-    """
-    wide = jnp.promote_types(gate.dtype, jnp.float32)
-    a, b = gate.astype(wide), linear.astype(wide)
-    if gate.dtype == jnp.bfloat16:
-        return _situ_one_division(beta, linear_beta, a, b).astype(gate.dtype)
-    bounded = b if linear_beta is None else linear_beta * tanh(b / linear_beta)
-    return (beta * tanh(a / beta) * jax.nn.sigmoid(a) * bounded).astype(gate.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _situ_one_division(beta: float, linear_beta: float | None, a: Array, b: Array) -> Array:
-    """SiTU-GLU good to 6e-8 beside its branches' sizes, which is plenty for bfloat16: this layer's time is arithmetic, most of it in divisions."""
-    bend, gate, bounded, _ = _situ_parts(beta, linear_beta, a, b)
-    return beta * bend * gate * bounded
-
-
-@_situ_one_division.defjvp
-def _situ_jvp(beta: float, linear_beta: float | None, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    bend, gate, bounded, slope = _situ_parts(beta, linear_beta, *primals)
-    by_gate = gate * bounded * (1 - bend * bend + beta * bend * (1 - gate))
-    return beta * bend * gate * bounded, by_gate * tangents[0] + beta * bend * gate * slope * tangents[1]
-
-
-def _situ_parts(beta: float, linear_beta: float | None, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
-    """tanh(a / beta), sigmoid(a), the bounded linear branch and its slope: fractions of exponentials with one common denominator.
-
-    Exponents end where the functions are constant in float32, so that the denominators' product stays in range.
-    """
-    u, w = jnp.exp(jnp.clip(2 / beta * a, -20, 20)), jnp.exp(jnp.clip(-a, -40, 40))
-    if linear_beta is None:
-        share = 1 / ((u + 1) * (1 + w))
-        return (u - 1) * (1 + w) * share, (u + 1) * share, b, jnp.ones_like(b)
-    z = jnp.exp(jnp.clip(2 / linear_beta * b, -20, 20))
-    share = 1 / ((u + 1) * (1 + w) * (z + 1))
-    bounded = (z - 1) * ((u + 1) * (1 + w)) * share
-    return (u - 1) * ((1 + w) * (z + 1)) * share, (u + 1) * (z + 1) * share, linear_beta * bounded, 1 - bounded * bounded
-
-
-def swiglu(gate: Array, linear: Array) -> Array:
-    """silu(gate) * linear, inside in float32."""
-    wide = jnp.promote_types(gate.dtype, jnp.float32)
-    return (jax.nn.silu(gate.astype(wide)) * linear.astype(wide)).astype(gate.dtype)
-
-
 def gated_activation(config: ModelConfig, gate: Array, linear: Array) -> Array:
     """The model's gated activation of two branches of one shape. Its backward pass keeps the branches alone."""
-    return _gated(_Activation.of(config), (gate, linear))
+    return pallas_kernels.gated_activation(gate, linear, gate=_gate(config), implementation=or_xla(config))
 
 
 def gated_halves(config: ModelConfig, both: Float[Array, "... 2F"]) -> Float[Array, "... F"]:
     """`gated_activation` of the two halves of the last axis: the gate, then the linear branch."""
-    return _gated(_Activation.of(config), (both,))
+    return pallas_kernels.gated_activation(both, gate=_gate(config), implementation=or_xla(config))
 
 
-class _Activation(NamedTuple):
-    """Which gated activation: static facts."""
-    kind: str
-    beta: float
-    linear_beta: float | None
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> "_Activation":
-        return cls(config.activation, config.situ_beta, config.situ_linear_beta)
-
-    def __call__(self, branches: tuple[Array, ...]) -> Array:
-        gate, linear = jnp.split(branches[0], 2, axis=-1) if len(branches) == 1 else branches
-        return situ_glu(gate, linear, self.beta, self.linear_beta) if self.kind == "situ" else swiglu(gate, linear)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gated(activation: _Activation, branches: tuple[Array, ...]) -> Array:
-    return activation(branches)
-
-
-def _gated_bwd(activation: _Activation, branches: tuple[Array, ...], gradient: Array) -> tuple[tuple[Array, ...]]:
-    # Behind the barrier XLA computes the float32 insides again where it would otherwise write them out in the forward pass.
-    branches, gradient = jax.lax.optimization_barrier((branches, gradient))
-    return jax.vjp(activation, branches)[1](gradient)
-
-
-_gated.defvjp(lambda activation, branches: (activation(branches), branches), _gated_bwd)
+def _gate(config: ModelConfig) -> Gate:
+    return Gate(config.activation, config.situ_beta, config.situ_linear_beta)
 
 
 class FeedForward(nn.Module):

@@ -1,10 +1,12 @@
-"""Times the small operators beside the large ones, the short convolution and top-k, in every implementation that runs on this machine. Writes JSON.
+"""Times the small operators beside the large ones in every implementation that runs on this machine. Writes JSON.
 
     longmoe bench short-conv [--out short_conv.json] [--shapes 4,8192,1024,4 ...]
+    longmoe bench gated-activation [--out gated_activation.json] [--shapes 262144,320 ...]
     longmoe bench top-k [--out top_k.json] [--shapes 32768,896,17 ...]
 
 short-conv: B,T,C,taps, bfloat16 on a GPU (float32 on a CPU), documents of about 300 tokens, forward and with both gradients; `rms` against float64 at the same
-inputs (o, dx, dtaps). top-k: rows,columns,k of scores with ties; `equal` to `xla`. `gigabytes_per_second` counts each operand and result once.
+inputs (o, dx, dtaps). gated-activation: rows,features of SiTU-GLU on the halves of one array, likewise; `rms` against float32. top-k: rows,columns,k of scores
+with ties; `equal` to `xla`. `gigabytes_per_second` counts each operand and result once.
 """
 import argparse
 import json
@@ -19,6 +21,7 @@ import numpy as np
 
 from pallas_kernels.bench import command, commit
 from pallas_kernels.dispatch import NAMES
+from pallas_kernels.gated_activation import api as gated
 from pallas_kernels.short_conv import api as short_conv
 from pallas_kernels.testing import median_ms, rms_ratio
 from pallas_kernels.top_k import api as top_k
@@ -54,6 +57,24 @@ def convolutions(batch: int, tokens: int, channels: int, width: int, repeats: in
                    gigabytes_per_second=dict(forward=round(2 * x.nbytes / forward / 1e6), train=round(5 * x.nbytes / both / 1e6)))
 
 
+def activations(rows: int, features: int, repeats: int) -> Iterator[dict[str, Any]]:
+    dtype, gate = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32, gated.specs.Gate("situ")
+    both, g = (2 * jax.random.normal(jax.random.key(i), (rows, width), dtype) for i, width in enumerate((2 * features, features)))
+
+    def train(implementation, both, g):
+        y, pull = jax.vjp(partial(gated.gated_activation, gate=gate, implementation=implementation), both)
+        return y, *pull(g)
+
+    exact = jax.jit(partial(train, "xla"))(both.astype(jnp.float32), g.astype(jnp.float32))
+    for name in implementations(gated.OPERATOR, shape=g.shape, dtype=dtype):
+        time = lambda function, *arguments: round(median_ms(jax.jit(function), *arguments, inner=10, outer=repeats)[0], 4)
+        forward = time(partial(gated.gated_activation, gate=gate, implementation=name), both)
+        train_ms, got = time(partial(train, name), both, g), jax.jit(partial(train, name))(both, g)
+        yield dict(shape=[rows, features], implementation=name, forward_ms=forward, train_ms=train_ms,
+                   rms=[float(f"{rms_ratio(a, b):.3g}") for a, b in zip(got, exact)],
+                   gigabytes_per_second=dict(forward=round(3 * g.nbytes / forward / 1e6), train=round(8 * g.nbytes / train_ms / 1e6)))
+
+
 def selections(rows: int, columns: int, k: int, repeats: int) -> Iterator[dict[str, Any]]:
     x = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (rows, columns)))
     x = x.at[:rows // 100].set(jnp.round(8 * x[:rows // 100]) / 8)
@@ -83,6 +104,11 @@ def _run(operator: str, measure: Callable[..., Iterator[dict[str, Any]]], shapes
 def short_conv_main(arguments: list[str] | None = None) -> None:
     on_gpu = jax.default_backend() == "gpu"
     _run("short-conv", convolutions, [(4, 8192, 1024, 4), (1, 65536, 2048, 4)] if on_gpu else [(1, 512, 128, 4)], arguments)
+
+
+def gated_activation_main(arguments: list[str] | None = None) -> None:
+    on_gpu = jax.default_backend() == "gpu"
+    _run("gated-activation", activations, [(262144, 320), (262144, 512), (131072, 896)] if on_gpu else [(1024, 64)], arguments)
 
 
 def top_k_main(arguments: list[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The short convolution's and top-k's kernels on a GPU: against float64 and a stable sort, packed documents, two runs equal to the bit."""
+"""The kernels of the short convolution, the gated activations and top-k on a GPU: against float64 and a stable sort; two runs equal to the bit."""
 import functools
 
 import jax
@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import short_conv, top_k
+from pallas_kernels import gated_activation, short_conv, top_k
+from pallas_kernels.gated_activation.specs import Gate
 from pallas_kernels.testing import rms_ratio
 
 pytestmark = pytest.mark.gpu
@@ -43,3 +44,24 @@ def test_top_k(rows, columns, k):
     values, ids = top_k(jnp.asarray(x), k, implementation="mosaic_gpu")
     np.testing.assert_array_equal(ids, np.argsort(-x, axis=1, kind="stable")[:, :k])
     np.testing.assert_array_equal(values, np.take_along_axis(x, np.asarray(ids), axis=1))
+
+
+@pytest.mark.parametrize("rows,features,halves", [(262144, 320, True), (8192, 3584, False), (64, 896, True), (1024, 64, False)])
+@pytest.mark.parametrize("gate", [Gate("situ"), Gate("situ", 4.0, None), Gate("swiglu")])
+def test_gated_activation(rows, features, halves, gate):
+    keys = jax.random.split(jax.random.key(0), 3)
+    widths = (2 * features,) if halves else (features, features)
+    branches = [4 * jax.random.normal(key, (rows, width), jnp.bfloat16) for key, width in zip(keys, widths)]
+    gradient = jax.random.normal(keys[2], (rows, features), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, branches, gradient):
+        y, pull = jax.vjp(functools.partial(gated_activation, gate=gate, implementation=implementation), *branches)
+        return y, *pull(gradient)
+
+    got, want = run("mosaic_gpu", branches, gradient), run("xla", [x.astype(jnp.float32) for x in branches], gradient.astype(jnp.float32))
+    for a, again, b in zip(got, run("mosaic_gpu", branches, gradient), want):
+        np.testing.assert_array_equal(a, again)
+        assert rms_ratio(a, b) < 2e-3
+    broken = run("mosaic_gpu", [x.at[3, 7].set(jnp.nan) for x in branches], gradient)
+    assert bool(jnp.isnan(broken[0][3, 7]))

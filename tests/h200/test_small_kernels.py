@@ -1,4 +1,4 @@
-"""The short convolution's and top-k's kernels through NVIDIA's assembler: no register spills, no memory beside operands and results but what they name."""
+"""The kernels of the short convolution, the gated activations and top-k through NVIDIA's assembler: no register spills, no memory that is not named here."""
 import re
 
 import jax
@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import pytest
 from compile_for_h200 import compile_for_h200
 
+from pallas_kernels.gated_activation import vjp as gated_activation
+from pallas_kernels.gated_activation.specs import Gate
 from pallas_kernels.short_conv import vjp
 from pallas_kernels.top_k import mosaic_gpu as top_k
 
@@ -40,3 +42,17 @@ def test_top_k(columns, k, monkeypatch, capfd):
     compiled, spilled = assembled(capfd, monkeypatch, lambda x: top_k.top_k_ids(x, k), S((8192, columns), jnp.float32))
     assert spilled == [0]
     assert compiled.memory_analysis().temp_size_in_bytes < 8192 * (k + 8) * 4 + 2**20
+
+
+@pytest.mark.parametrize("features,halves", [(320, True), (512, True), (896, True), (3584, False), (64, False), (8192, False)])
+@pytest.mark.parametrize("kind", ["situ", "swiglu"])
+def test_gated_activation(features, halves, kind, monkeypatch, capfd):
+    branches = (S((65536, 2 * features), jnp.bfloat16),) if halves else (S((65536, features), jnp.bfloat16),) * 2
+
+    def with_gradients(branches):
+        out, pull = jax.vjp(lambda branches: gated_activation.gated_activation(Gate(kind), branches), branches)
+        return out, pull(out)
+
+    compiled, spilled = assembled(capfd, monkeypatch, with_gradients, branches)
+    assert spilled == [0, 0]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20

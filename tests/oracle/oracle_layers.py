@@ -16,11 +16,11 @@ from longmoe.interop.hf_names import KIMI_K3, KIMI_LINEAR, Family, Tensor, expan
 from longmoe.model.attn_residuals import mix
 from longmoe.model.cache import after_tokens, init_layer_cache
 from longmoe.model.kda import KDA
-from longmoe.model.layers import situ_glu
 from longmoe.model.lm import RUN_ONCE
 from longmoe.model.mla import MLA
 from longmoe.model.moe import MoE
 from pallas_kernels import kda
+from pallas_kernels.gated_activation.xla import situ_glu
 from pallas_kernels.kda.gates import log_decay
 from pallas_kernels.testing import outputs_and_gradients
 
