@@ -122,6 +122,11 @@ class Checkpoints:
         state = TrainState(**parts["model"], **parts["training"])
         return state.replace(rng=jax.random.wrap_key_data(state.rng)), record["data"]
 
+    def changes(self, step: int, cfg: TrainConfig) -> list[str]:
+        """What `cfg` has otherwise than the config that a complete step was saved with, a sentence each."""
+        record = _read(self._directory / str(step), record=ocp.args.JsonRestore())["record"]
+        return [f"step {step} was saved with {name} {old!r}, this run has {new!r}" for name, old, new in _differences(record["config"], _plain_config(cfg), "")]
+
     def drop_after(self, step: int) -> None:
         """Deletes the complete checkpoints of later steps, the newest first."""
         for later in reversed([found for found in self.steps() if found > step]):

@@ -102,12 +102,15 @@ def _fit(stage: Stage, paths: RunPaths, signals: StopSignals, resume_from: int |
                 checkpoints.drop_after(start)
             write_run_json(paths, cfg, mesh)
             recorder = _Recorder(stage, paths, files, mesh.devices.flatten().tolist(), start)
+            shown = ProgressDisplay(recorder.run_name, stage.end, start)
+            for change in checkpoints.changes(start, cfg) if start else ():
+                shown.note(change)
             if start < stage.end:
                 state, data_state = _train(stage, recorder, checkpoints, signals, mesh, start, make_state, loader)
             else:
                 state = make_state()
                 if stage.end == cfg.steps:
-                    ProgressDisplay(recorder.run_name, stage.end, start).note(f"step {start} of {cfg.steps} is done already; more steps go on from there")
+                    shown.note(f"step {start} of {cfg.steps} is done already; more steps go on from there")
             recorder.close()
     return Fitted(state, paths), data_state or {}
 

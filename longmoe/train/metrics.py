@@ -96,8 +96,10 @@ class ProgressDisplay:
 
     def __init__(self, name: str, total: int, start: int = 0):
         self._name, self._total, self._start, self._step = name, total, start, start
-        # A bar in a notebook is a widget; without those rich would warn at each run.
-        self._console = Console(stderr=True, force_jupyter=None if importlib.util.find_spec("ipywidgets") else False)
+        self._console = Console(stderr=True)
+        if self._console.is_jupyter and not importlib.util.find_spec("ipywidgets"):
+            # A bar in a notebook is a widget. Without those rich would warn at each run, and what a terminal shows floods the output: ipykernel says it is one.
+            self._console = Console(stderr=True, force_jupyter=False, force_terminal=False)
         self._live = self._console.is_terminal or self._console.is_jupyter
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
                    TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn())

@@ -33,7 +33,7 @@ def kda(q: Float[Array, "B T H Dk"], k: Float[Array, "B T H Dk"], v: Float[Array
     beta: write strength in [0, 1]; with beta_logits its logit.
     a_log, dt_bias: parameters of the last two gates; None = 0.
     lower_bound: with "bounded" the bound itself, None = -5. With "log_decay" a promise that g >= lower_bound, never checked and never a clamp:
-      it lets the 16-token diagonal tiles be dense products (down to -5.46; a lower promise takes the exact tiles, like no promise).
+      it lets the 16-token diagonal tiles be dense products (down to -5.45; a lower promise takes the exact tiles, like no promise).
     qk_l2norm: normalises q and k per head, x * rsqrt(sum x^2 + 1e-6).
     scale: None = Dk ** -0.5.
     initial_state: state before the first token, of the document of the first token that is not padding; None = 0.

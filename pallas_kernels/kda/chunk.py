@@ -26,8 +26,9 @@ from jaxtyping import Array, Float
 CHUNK = 64
 HALF = 32
 TILE = 16
-FACTORED_BOUND = -5.46
-"""Lowest bound for which exp(16 * bound) is a normal float32: below it, tiles are exact."""
+FACTORED_BOUND = -5.45
+"""Lowest bound at which tiles are factored; below it they are exact. exp(16 * bound) is a normal float32 down to -5.458: what is smaller is flushed to zero,
+whose inverse is infinite."""
 BALANCE = 2.0 ** 57
 
 

@@ -8,6 +8,7 @@ from tiny_config import tiny_model
 
 from longmoe.model import attn_residuals
 from longmoe.model.layers import gated_activation, gated_halves, wide_matmul
+from longmoe.model.moe import combine
 from pallas_kernels.gated_activation.xla import situ_glu, swiglu
 from pallas_kernels.testing import rms_ratio
 
@@ -47,6 +48,23 @@ def test_gated_activation_is_the_plain_formula(activation):
     for name in ("branches", "halves"):
         np.testing.assert_allclose(values[name], values["plain"], rtol=1e-6)
         np.testing.assert_allclose(gradients[name], gradients["plain"], rtol=1e-5, atol=1e-7)
+
+
+def test_combine_is_a_weighted_sum_of_copies():
+    """Values, gradients, and nothing of the weights' wider dtype kept for the backward pass."""
+    draw = np.random.default_rng(3)
+    order = draw.permutation(15)
+    inverse = np.argsort(order)
+    rows, weights, gradient = (np.float32(draw.normal(size=shape)) for shape in ((15, 4), (5, 3), (5, 4)))
+    rows = jnp.asarray(rows, jnp.bfloat16)
+    y, pull = jax.vjp(lambda rows, weights: combine(rows, weights, order, inverse), rows, weights)
+    drows, dweights = pull(jnp.asarray(gradient))
+    exact = np.float64(np.float32(rows))[inverse].reshape(5, 3, 4)
+    assert rms_ratio(y, np.sum(weights[..., None] * exact, axis=1)) < 1e-6 and y.dtype == jnp.float32
+    assert rms_ratio(dweights, np.sum(gradient[:, None] * exact, axis=-1)) < 1e-6
+    assert rms_ratio(drows, (weights[..., None] * gradient[:, None]).reshape(15, 4)[order]) < 3e-3 and drows.dtype == jnp.bfloat16
+    kept = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(lambda *x: combine(*x, order, inverse), *x)[1], rows, jnp.asarray(weights)))
+    assert sum(x.size * x.dtype.itemsize for x in kept) <= rows.nbytes + weights.nbytes + 2 * 15 * 8
 
 
 @pytest.mark.parametrize("skip", [None, False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import kda
-from pallas_kernels.kda import specs
+from pallas_kernels.kda import chunk, specs
 from pallas_kernels.testing import outputs_and_gradients, rms_ratio
 
 BOUND = 1e-5
@@ -71,6 +71,15 @@ def test_documents_that_start_at_every_offset(promise):
     got, want = both(x, lower_bound=promise)
     assert_rows_close(got, want, range(64), bound=2 * BOUND)
     assert max(rms_ratio(got[name], want[name]) for name in got) < BOUND
+
+
+@pytest.mark.parametrize("bound", [chunk.FACTORED_BOUND, chunk.FACTORED_BOUND - 0.005])
+def test_every_channel_at_the_lowest_bound(bound):
+    """Factored tiles at their limit, where a factor is the smallest that float32 does not flush to zero, and exact ones right below it."""
+    x = specs.inputs(specs.Shape(1, 70, 1, 16, 8))
+    x["g"] = np.full_like(x["g"], bound)
+    assert specs.factored("log_decay", bound) == (bound >= chunk.FACTORED_BOUND)
+    assert_rows_close(*both(x, lower_bound=bound), range(1))
 
 
 @pytest.mark.slow
