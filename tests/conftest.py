@@ -8,6 +8,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -15,6 +16,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+
+from pallas_kernels import dispatch
 
 # Seconds of one core, by room (the folder under tests/), on the machine where REFERENCE_SECONDS were measured.
 # "fast" is what `make test` runs, "slow" what `make check` adds.
@@ -173,3 +176,10 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{(time.monotonic() - _began) / 60:.1f} minutes, meant to take {TEST_MINUTES * _slowness():.1f}")
     for line in _over_budget():
         terminalreporter.write_line(f"OVER BUDGET: {line}; make its tests cheaper, or mark the long ones slow", red=True)
+
+
+@pytest.fixture
+def as_on_hopper(monkeypatch) -> None:
+    """Operators are chosen as on a Hopper GPU: for lowering and compiling for one, not for running."""
+    for operator in dispatch._operators.values():
+        monkeypatch.setattr(sys.modules[operator.unmet["mosaic_gpu"].__module__], "unmet_on_hopper", list)

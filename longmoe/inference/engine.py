@@ -32,7 +32,7 @@ def generate(model: LongMoE, variables: Variables, prompt_tokens: Int[Array, "B 
     """New tokens only, int32 [B, max_new_tokens]; after eos_id a row repeats eos_id.
 
     prompt_tokens: int32 [B, P], right-padded to the longest where prompt_lengths [B] is given.
-    temperature 0 is greedy and needs no key. Raises ValueError for sampling values, or lengths, that make no sense.
+    temperature 0 is greedy, whatever top_k and top_p say, and needs no key. Raises ValueError for sampling values, or lengths, that make no sense.
     """
     sampling, prompt, lengths, keys = _checked(prompt_tokens, prompt_lengths, max_new_tokens, Sampling(temperature, top_k, top_p), key)
     start = prefill(model, sampling, eos_id, prompt.shape[1] + max_new_tokens, dict(variables), prompt, lengths, keys[0])

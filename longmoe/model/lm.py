@@ -48,6 +48,10 @@ class LongMoE(nn.Module):
     """The text model as a pure function of its variables {"params", "router_state"}."""
     model_config: ModelConfig
 
+    def __post_init__(self) -> None:
+        _check_config(self.model_config)
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, tokens: Tokens, segment_ids: SegmentIds | None = None, *, cache: Any = None, return_hidden: bool = False,
                  return_depth_weights: bool = False, return_max_logits: bool = False) -> ModelOutput:
@@ -123,8 +127,17 @@ def project(config: ModelConfig, hidden: Float[Array, "... D"], head: Float[Arra
     return jnp.matmul(hidden, head.astype(hidden.dtype), precision=precision(config), preferred_element_type=float_dtype(config))
 
 
+def _check_config(model_config: Any) -> None:
+    if not isinstance(model_config, ModelConfig):
+        inside = ", which is its .model" if isinstance(getattr(model_config, "model", None), ModelConfig) else ""
+        raise ValueError(f"model_config: got a {type(model_config).__name__}, wanted a ModelConfig{inside}")
+
+
 def init_variables(model_config: ModelConfig, key: Array) -> dict[str, Any]:
-    """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for."""
+    """{"params", "router_state"} of a fresh model, in the layout that model_config.scan_layers asks for. ValueError for what is no config or no key."""
+    _check_config(model_config)
+    if not isinstance(key, jax.Array):
+        raise ValueError(f"key: got {key!r}, wanted a key such as jax.random.key(0)")
     with random_numbers_by_kernel():
         return _init_variables(model_config, key)
 

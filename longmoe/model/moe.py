@@ -60,11 +60,10 @@ def apply_experts(config: ModelConfig, rows: Float[Array, "N Z"], expert_ids: In
     experts, _, _, hidden_dim = gate_up.shape
     slots = expert_ids.reshape(-1)
     positions = jnp.arange(slots.size, dtype=jnp.int32)
-    sorted_slots, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
+    _, order = jax.lax.sort((slots, positions), num_keys=1, is_stable=True)
     inverse = jnp.zeros_like(order).at[order].set(positions, unique_indices=True)
-    # Counted from the sorted ids: no additions that meet in one place.
-    ends = jnp.searchsorted(sorted_slots, jnp.arange(experts), side="right").astype(jnp.int32)
-    group_sizes = jnp.diff(ends, prepend=0)
+    # By comparing all with all: no additions that meet in one place, and no search, which is a loop of many launches on a GPU.
+    group_sizes = jnp.sum(slots[:, None] == jnp.arange(experts, dtype=slots.dtype), axis=0, dtype=jnp.int32)
     sorted_rows = permute(rows, order, inverse)
     hidden = pallas_kernels.grouped_matmul(sorted_rows, gate_up.reshape(experts, -1, 2 * hidden_dim).astype(rows.dtype), group_sizes,
                                            implementation=config.implementation)

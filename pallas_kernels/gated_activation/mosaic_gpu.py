@@ -21,6 +21,8 @@ F32 = jnp.float32
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
+# Jitted, here and below, so that a model's many layers trace and lower each kernel once.
+@functools.partial(jax.jit, static_argnames=("gate", "interpret"))
 def forward(gate: Gate, branches: tuple[Array, ...], interpret: Any = None) -> Array:
     """interpret: `plgpu.InterpretGPUParams`, for tests; also below."""
     features = branches[0].shape[-1] * len(branches) // 2
@@ -28,6 +30,7 @@ def forward(gate: Gate, branches: tuple[Array, ...], interpret: Any = None) -> A
     return _call(gate, "gated_activation", branches, (), [(1, features)], interpret)[0].reshape(shape)
 
 
+@functools.partial(jax.jit, static_argnames=("gate", "interpret"))
 def backward(gate: Gate, branches: tuple[Array, ...], gradient: Array, interpret: Any = None) -> tuple[Array, ...]:
     """-> the gradient of each of branches."""
     found = _call(gate, "gated_activation_backward", branches, (gradient,), [(2 // len(branches), gradient.shape[-1])] * len(branches), interpret)

@@ -24,11 +24,14 @@ F32 = jnp.float32
 PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
+# Jitted, here and below, so that a model's many layers trace and lower each kernel once.
+@functools.partial(jax.jit, static_argnames="interpret")
 def forward(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"], interpret: Any = None) -> Float[Array, "B T C"]:
     """interpret: `plgpu.InterpretGPUParams`, for tests; also below."""
     return _call(_forward, "short_conv", (x,), taps, runs, interpret)[0].reshape(x.shape)
 
 
+@functools.partial(jax.jit, static_argnames="interpret")
 def backward(x: Float[Array, "B T C"], taps: Float[Array, "W C"], runs: Int[Array, "B T"], gradient: Float[Array, "B T C"],
              interpret: Any = None) -> tuple[Float[Array, "B T C"], Float[Array, "W C"]]:
     """-> gradients of x and of the taps, float32."""

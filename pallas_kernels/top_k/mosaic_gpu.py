@@ -22,6 +22,8 @@ TAKEN, LOWEST = -jnp.inf, float(jnp.finfo(jnp.float32).min)
 PARAMS = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
+# Jitted so that a model's many layers trace and lower the kernel once.
+@functools.partial(jax.jit, static_argnames=("k", "interpret"))
 def top_k_ids(x: Float[Array, "N E"], k: int, interpret: Any = None) -> Int[Array, "N K"]:
     """Columns of the k largest of each row, largest first, of equal ones the first first. interpret: `plgpu.InterpretGPUParams`, for tests."""
     rows, columns = x.shape

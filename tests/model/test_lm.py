@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny_config import VOCAB, batch_of, tiny_model, tiny_train
 
+from longmoe import presets
 from longmoe.balancing import balancers
 from longmoe.configs import ModelConfig, ResidualConfig
 from longmoe.model.depth import flat_plan, split_layers, stack_layers, unstack_layers
@@ -195,3 +196,12 @@ def test_refuses_bad_tokens():
     for ids, found in ([[0, 999]], "from 0 to 999"), ([[-1, 2]], "from -1 to 2"):
         with pytest.raises(ValueError, match=f"tokens: got ids {found}, wanted 0 to {model.vocab_size - 1}"):
             LongMoE(model).apply(variables, jnp.asarray(ids))
+
+
+def test_what_is_no_config_or_no_key_is_refused():
+    cfg = presets.nano()
+    for make in (LongMoE, lambda config: init_variables(config, jax.random.key(0))):
+        with pytest.raises(ValueError, match="model_config: got a TrainConfig, wanted a ModelConfig, which is its .model"):
+            make(cfg)
+    with pytest.raises(ValueError, match=r"key: got 0, wanted a key such as jax.random.key\(0\)"):
+        init_variables(cfg.model, 0)

@@ -1,6 +1,5 @@
 """The estimate of a step's memory against what XLA assigned, at settings whose fullest moments differ; and the rules that it follows from."""
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 
@@ -38,10 +37,8 @@ def test_estimate_is_within_15_percent_of_what_was_measured(row):
 
 
 @pytest.fixture
-def kernels(monkeypatch):
+def kernels(as_on_hopper):
     """Layers are traced as on a Hopper GPU."""
-    for operator in ("kda", "grouped_matmul", "attention"):
-        monkeypatch.setattr(importlib.import_module(f"pallas_kernels.{operator}.specs"), "unmet_on_hopper", list)
     layer_memory.cache_clear()
     yield
     layer_memory.cache_clear()
