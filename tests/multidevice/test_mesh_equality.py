@@ -63,11 +63,11 @@ def single():
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, qk_clip=0.1, eps=1e-6))
     gaps, route, batches = [], balancers.route, list(step_batches())
 
-    def watched(moe, scores, bias, valid):
+    def watched(moe, scores, bias, valid, top_k):
         ranked = jnp.sort(scores + bias, axis=-1)
         gap = ranked[..., -moe.experts_per_token] - ranked[..., -moe.experts_per_token - 1]
         jax.debug.callback(lambda gap: gaps.append(float(gap)), jnp.min(jnp.where(valid, gap, 1)))
-        return route(moe, scores, bias, valid)
+        return route(moe, scores, bias, valid, top_k)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balancers, "route", watched)
