@@ -131,23 +131,23 @@ def texts() -> tuple[str, ...]:
     return tuple(map(contents.content, range(len(contents))))
 
 
-def documents(source: Documents, tokenizer: Tokenizer, seed: int) -> Iterator[LongDocument]:
-    return planted_documents(Filling(texts(), tokenizer), seed=seed, questions=log_uniform(*source.questions), length=log_uniform(*source.filling), kinds=FACTS,
-                             near=source.near)
+def documents(source: Documents, filling: Filling, seed: int) -> Iterator[LongDocument]:
+    return planted_documents(filling, seed=seed, questions=log_uniform(*source.questions), length=log_uniform(*source.filling), kinds=FACTS, near=source.near)
 
 
 def prepare(folder: Path, budget: Budget) -> dict[str, Path]:
     """Source -> token folder: the standard library, and pieces of its files with facts and questions, worded as the needle grid's."""
     text = folder / f"text_{VOCAB_SIZE}_{budget.dense.questions[1]}"
     if not text.exists():
-        sample = itertools.islice(documents(dataclasses.replace(budget.dense, filling=(1, 1)), Tokenizer.of_bytes(), 1), TOKENIZER_DOCUMENTS)
+        sample = itertools.islice(documents(dataclasses.replace(budget.dense, filling=(1, 1)), Filling(texts(), Tokenizer.of_bytes()), 1), TOKENIZER_DOCUMENTS)
         build_stdlib_corpus(text, tokenizer=Tokenizer.train(itertools.chain(texts(), (document.text for document in sample)), VOCAB_SIZE))
     made, tokenizer = {"text": text}, read_token_folder(text).tokenizer
+    filling = functools.cache(lambda: Filling(texts(), tokenizer))                 # tokenises all texts: once, and only where something is made
     for seed, (name, source) in enumerate(budget.sources.items(), 3):
         made[name] = folder / f"{name}_{VOCAB_SIZE}_{source.name}"
         if not made[name].exists():
             splits = {"train": (seed, source.count), "heldout": (seed + len(budget.sources), HELDOUT)}
-            write_token_folder(made[name], tokenizer, {split: encoded(itertools.islice(documents(source, tokenizer, seed), count), tokenizer)
+            write_token_folder(made[name], tokenizer, {split: encoded(itertools.islice(documents(source, filling(), seed), count), tokenizer)
                                                        for split, (seed, count) in splits.items()},
                                name=name, source="planted facts in the standard library", licences=["PSF-2.0"])
     return made
@@ -244,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     page = run_suites(SuiteRun(run=str(run), suites=("needle",), lengths=budget.lengths, samples=samples, batch_tokens=budget.batch_tokens))
     loaded, variables = load_checkpoint(str(run))
     tokenizer = read_token_folder(data["text"]).tokenizer
-    score = make_score(loaded.model, variables)
-    trained_form = {name: share_right(score, tokenizer, itertools.islice(documents(source, tokenizer, 2), budget.scored), budget)
+    score, filling = make_score(loaded.model, variables), Filling(texts(), tokenizer)
+    trained_form = {name: share_right(score, tokenizer, itertools.islice(documents(source, filling, 2), budget.scored), budget)
                     for name, source in budget.sources.items()}
     found, seconds = scores(json.loads(page.with_suffix(".json").read_text())), lines[-1]["elapsed_seconds"]
     results = dict(budget=dataclasses.asdict(budget), samples=samples, scores=found, trained_form=trained_form, tokens=budget.steps * budget.batch * budget.row,

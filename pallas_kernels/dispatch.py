@@ -95,6 +95,11 @@ def choose(operator: Operator, implementation: Implementation, **facts: Any) -> 
     raise UnsupportedError(f"{operator.name}: implementation={implementation!r} cannot take this call:\n" + "\n".join(lines))
 
 
+def unmet_nothing(**facts: Any) -> list[str]:
+    """Of an implementation that takes every valid call, as `xla` and `reference` do."""
+    return []
+
+
 def unmet_on_hopper() -> list[str]:
     """What a Hopper kernel wants of where it runs: the device, and no sharding that XLA would have to undo."""
     unmet = []

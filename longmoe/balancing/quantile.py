@@ -13,9 +13,9 @@ its neighbours finely, one that is off by 1 lands within a few percent, and each
 The rule corrects a crowded expert at once, a starved one only up to a point: tokens for which it came (k+1)-th have r_ij = b_j exactly,
 so once those tokens would fill its share the bias stays. Exact quantiles behave alike; MaxVio sees crowded experts only.
 
-Cost on an H200 at N = 32768, E = 896, k = 16: 1.4 ms for `select` with `jax.lax.top_k`, 0.3 ms with `pallas_kernels.top_k` (a router's top-k that the
-layer needs anyhow), 0.5 ms for the statistics
-(N * E atomic additions into 0.9 MB), 0.1 ms for `solve`. On two CPU cores at N = 2048, E = 32: 1.5, 1 and 0.2 ms.
+Cost on an H200 at N = 32768, E = 896, k = 16: 1.4 ms for `select` with `jax.lax.top_k`, 0.3 ms with `pallas_kernels.top_k` (a router's
+top-k that the layer needs anyhow), 0.5 ms for the statistics (N * E atomic additions into 0.9 MB), 0.1 ms for `solve`. On two CPU cores at
+N = 2048, E = 32: 1.5, 1 and 0.2 ms.
 
 Selection only: nothing here carries a gradient, and combine weights must come from the scores without the bias.
 """

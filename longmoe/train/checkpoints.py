@@ -116,8 +116,8 @@ class Checkpoints:
         _check_whole(self._directory, step, steps)
         record = _read(path, record=ocp.args.JsonRestore())["record"]
         _check_same(record["config"], cfg, path)
-        for name, old, new in _differences(record, {"config": _plain_config(cfg), "versions": versions(), "data": record["data"]}, ""):
-            _log.info("step %d was saved with %s %r, this run has %r", step, name, old, new)
+        for change in _changes(step, record, {"config": _plain_config(cfg), "versions": versions(), "data": record["data"]}):
+            _log.info("%s", change)
         parts = _read(path, **{name: ocp.args.StandardRestore(part) for name, part in _parts(like).items()})
         state = TrainState(**parts["model"], **parts["training"])
         return state.replace(rng=jax.random.wrap_key_data(state.rng)), record["data"]
@@ -125,7 +125,7 @@ class Checkpoints:
     def changes(self, step: int, cfg: TrainConfig) -> list[str]:
         """What `cfg` has otherwise than the config that a complete step was saved with, a sentence each."""
         record = _read(self._directory / str(step), record=ocp.args.JsonRestore())["record"]
-        return [f"step {step} was saved with {name} {old!r}, this run has {new!r}" for name, old, new in _differences(record["config"], _plain_config(cfg), "")]
+        return _changes(step, record["config"], _plain_config(cfg))
 
     def drop_after(self, step: int) -> None:
         """Deletes the complete checkpoints of later steps, the newest first."""
@@ -238,6 +238,10 @@ def _check_same(saved: Mapping[str, Any], cfg: TrainConfig, path: epath.Path) ->
     if differences:
         raise ValueError(f"{path}: this checkpoint is from another config ({'; '.join(differences)}); "
                          "use the config that the run began with, another run directory, or start afresh")
+
+
+def _changes(step: int, saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [f"step {step} was saved with {name} {old!r}, this run has {new!r}" for name, old, new in _differences(saved, now, "")]
 
 
 def _differences(old: Any, new: Any, name: str) -> list[tuple[str, Any, Any]]:

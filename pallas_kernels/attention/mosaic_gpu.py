@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention.visible import Ranges, key_ranges, query_ranges
+from pallas_kernels.shared_memory import tiled
 
 ROWS, WARPGROUPS = 64, 2
 BLOCK = ROWS * WARPGROUPS
@@ -43,12 +44,6 @@ class Config(NamedTuple):
     @property
     def bits(self) -> float:
         return self.scale * math.log2(math.e)
-
-
-def tiled(*shape: int, dtype: Any) -> Any:
-    """Shared memory whose last two dimensions are laid out for TMA and wgmma."""
-    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)))
 
 
 def iota(dimension: int, columns: int) -> Array:

@@ -4,7 +4,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import unmet_on_hopper
+from pallas_kernels.dispatch import unmet_nothing, unmet_on_hopper
 
 WIDTH_STEP, MOST_WIDTH = 32, 192
 MOST_BYTES = 227 * 1024
@@ -42,11 +42,6 @@ def unmet_by_shape(*, key: int, value: int, dtypes: tuple[Any, ...]) -> list[str
         if width % WIDTH_STEP or not 0 < width <= MOST_WIDTH:
             unmet.append(f"{name} width: got {width}, wanted a multiple of {WIDTH_STEP} of at most {MOST_WIDTH}")
     return unmet
-
-
-def unmet_nothing(**facts: Any) -> list[str]:
-    """`xla` and `reference` take every valid call."""
-    return []
 
 
 EXAMPLE = dict(key=192, value=128, dtypes=(jnp.dtype("bfloat16"),) * 3)

@@ -48,10 +48,10 @@ def convolutions(batch: int, tokens: int, channels: int, width: int, repeats: in
     with jax.enable_x64():
         exact = [np.asarray(y) for y in jax.jit(partial(train, "xla"))(*(y[..., :few].astype(jnp.float64) for y in (x, taps, g)))]
     for name in implementations(short_conv.OPERATOR, tokens=tokens, channels=channels, width=width, dtype=dtype):
-        time = lambda function, *arguments: round(median_ms(jax.jit(function), *arguments, inner=10, outer=repeats)[0], 4)
-        forward = time(partial(short_conv.short_conv, runs=runs, implementation=name), x, taps)
-        both = time(partial(train, name), x, taps, g)
-        got = jax.jit(partial(train, name))(x, taps, g)
+        time = lambda function, *arguments: round(median_ms(function, *arguments, inner=10, outer=repeats)[0], 4)
+        forward = time(jax.jit(partial(short_conv.short_conv, runs=runs, implementation=name)), x, taps)
+        step = jax.jit(partial(train, name))
+        both, got = time(step, x, taps, g), step(x, taps, g)
         rms = [float(f"{rms_ratio(a[..., :few], b):.3g}") for a, b in zip(got, exact)]
         yield dict(shape=[batch, tokens, channels, width], implementation=name, forward_ms=forward, train_ms=both, rms=rms,
                    gigabytes_per_second=dict(forward=round(2 * x.nbytes / forward / 1e6), train=round(5 * x.nbytes / both / 1e6)))
@@ -67,9 +67,10 @@ def activations(rows: int, features: int, repeats: int) -> Iterator[dict[str, An
 
     exact = jax.jit(partial(train, "xla"))(both.astype(jnp.float32), g.astype(jnp.float32))
     for name in implementations(gated.OPERATOR, shape=g.shape, dtype=dtype):
-        time = lambda function, *arguments: round(median_ms(jax.jit(function), *arguments, inner=10, outer=repeats)[0], 4)
-        forward = time(partial(gated.gated_activation, gate=gate, implementation=name), both)
-        train_ms, got = time(partial(train, name), both, g), jax.jit(partial(train, name))(both, g)
+        time = lambda function, *arguments: round(median_ms(function, *arguments, inner=10, outer=repeats)[0], 4)
+        forward = time(jax.jit(partial(gated.gated_activation, gate=gate, implementation=name)), both)
+        step = jax.jit(partial(train, name))
+        train_ms, got = time(step, both, g), step(both, g)
         yield dict(shape=[rows, features], implementation=name, forward_ms=forward, train_ms=train_ms,
                    rms=[float(f"{rms_ratio(a, b):.3g}") for a, b in zip(got, exact)],
                    gigabytes_per_second=dict(forward=round(3 * g.nbytes / forward / 1e6), train=round(8 * g.nbytes / train_ms / 1e6)))

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import unmet_on_hopper
+from pallas_kernels.dispatch import unmet_nothing, unmet_on_hopper
 
 LANES = 64
 """Features along the last axis of a block; the features of a call are a multiple of it."""
@@ -59,11 +59,6 @@ def unmet_by_shape(*, shape: tuple[int, ...], dtype: Any) -> list[str]:
     elif rows % block_rows(features)[0] or not rows:
         unmet.append(f"rows: got {rows}, wanted a multiple of {block_rows(features)[0]}")
     return unmet
-
-
-def unmet_nothing(**facts: Any) -> list[str]:
-    """`xla` and `reference` take every valid call."""
-    return []
 
 
 EXAMPLE = dict(shape=(262144, 512), dtype=jnp.dtype("bfloat16"))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.dispatch import unmet_on_hopper
+from pallas_kernels.dispatch import unmet_nothing, unmet_on_hopper
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -89,11 +89,6 @@ def unmet_by_shape(*, rows: int, k: int, n: int, groups: int, lhs_dtype: Any, rh
     if max(groups * (k // 64), rows // 8 + groups) * (max(k, n) // 64) >= 2**31:
         unmet.append(f"needs the number of tiles to fit 32 bits, got M={rows}, K={k}, N={n}, G={groups}; nearest: split rows or groups over several calls")
     return unmet
-
-
-def unmet_nothing(**facts: Any) -> list[str]:
-    """`xla` and `reference` take every valid call."""
-    return []
 
 
 EXAMPLE = dict(rows=262144, k=1024, n=1024, groups=64, lhs_dtype="bfloat16", rhs_dtype="bfloat16", out_dtype="bfloat16")

@@ -4,7 +4,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.dispatch import unmet_on_hopper
+from pallas_kernels.dispatch import unmet_nothing, unmet_on_hopper
 
 TILE = 64
 """Tokens of a block of the Hopper kernels."""
@@ -50,11 +50,6 @@ def unmet_by_shape(*, tokens: int, channels: int, width: int, dtype: Any) -> lis
     if not 2 <= width <= EDGE + 1:
         unmet.append(f"taps: got {width} a channel, wanted 2 to {EDGE + 1}")
     return unmet
-
-
-def unmet_nothing(**facts: Any) -> list[str]:
-    """`xla` and `reference` take every valid call."""
-    return []
 
 
 EXAMPLE = dict(tokens=8192, channels=1024, width=4, dtype=jnp.dtype("bfloat16"))

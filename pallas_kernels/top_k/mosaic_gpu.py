@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.shared_memory import tiled
 from pallas_kernels.top_k.specs import COLUMN_STEP, ROWS, chunk_width
 
 STAGES = 2
@@ -29,16 +30,11 @@ def top_k_ids(x: Float[Array, "N E"], k: int, interpret: Any = None) -> Int[Arra
     rows, columns = x.shape
     width, kept = chunk_width(columns), -(-k // COLUMN_STEP) * COLUMN_STEP
     stages = min(STAGES, columns // width)
-    scratch = (_tiled(stages, ROWS, width, dtype=jnp.float32), _tiled(ROWS, kept, dtype=jnp.int32), plgpu.Barrier(num_barriers=stages))
+    scratch = (tiled(stages, ROWS, width, dtype=jnp.float32), tiled(ROWS, kept, dtype=jnp.int32), plgpu.Barrier(num_barriers=stages))
     kernel = plgpu.kernel(functools.partial(_body, k), out_type=jax.ShapeDtypeStruct((rows, kept), jnp.int32), scratch_types=scratch,
                           grid=(rows // ROWS,), grid_names=("block",), compiler_params=PARAMS, kernel_name="top_k", interpret=interpret or False)
     # Members of a vmap take turns: each fills the device by itself.
     return jax.custom_batching.sequential_vmap(lambda x: kernel(x))(x)[:, :k]
-
-
-def _tiled(*shape: int, dtype: Any) -> Any:
-    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle)))
 
 
 def _body(k: int, x: Any, ids: Any, here: Any, out: Any, arrived: Any) -> None:

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import UnsupportedError, kda, kda_segment
@@ -17,16 +16,6 @@ WIDE = ("q", "k", "v", "g")
 OUTPUT_BOUND, GRADIENT_BOUND, DECAY_BOUND = 5e-3, 8e-3, 1e-2
 SUM_BOUND = 2e-2
 """Of a_log's gradient: one number a head, a sum that cancels."""
-
-
-@pytest.fixture
-def interpreter():
-    """Fails on a race, and leaves no shared memory behind for the next test, whatever happened."""
-    yield
-    try:
-        assert not gpu_callbacks.get_races().races_found
-    finally:
-        gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
 def rounded(x, *names):
@@ -78,37 +67,37 @@ def check(x, keywords, narrow=WIDE, gradients=True):
     assert all(ratio < bounds.get(name, GRADIENT_BOUND) for name, ratio in ratios.items()), ratios
 
 
-def test_packed_documents_with_everything_inside(interpreter):
+def test_packed_documents_with_everything_inside(no_races):
     """Padding with NaN, documents at odd offsets, a chunk with several, T no multiple of 64."""
     x = raw_inputs(specs.Shape(1, 130, 2, 64, 64))
     ids = np.repeat([1, 2, 0, 3, 4], [21, 12, 5, 60, 32])[None].astype(np.int32)
     check(x | dict(segment_ids=ids), BOUNDED)
 
 
-def test_key_wider_than_value(interpreter):
+def test_key_wider_than_value(no_races):
     check(rounded(specs.inputs(specs.Shape(1, 64, 1, 128, 64), "strong_then_weak"), *WIDE), DECAYS, narrow=("q", "k", "v"), gradients=False)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("tokens", [1, 15, 17, 64, 65, 192])
-def test_lengths(interpreter, tokens):
+def test_lengths(no_races, tokens):
     check(raw_inputs(specs.Shape(1, tokens, 1, 64, 128)), BOUNDED)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("gate", specs.BOUNDED_GATES)
-def test_gate_cases(interpreter, gate):
+def test_gate_cases(no_races, gate):
     check(rounded(specs.inputs(specs.Shape(1, 130, 1, 64, 64), gate), *WIDE[:3]), DECAYS, narrow=("q", "k", "v"), gradients=False)
 
 
 @pytest.mark.slow
-def test_two_warpgroups_share_a_block(interpreter, monkeypatch):
+def test_two_warpgroups_share_a_block(no_races, monkeypatch):
     monkeypatch.setattr(mosaic_gpu_forward, "warpgroups", lambda sequences, value: value // 64)
     check(raw_inputs(specs.Shape(2, 192, 1, 128, 128)), BOUNDED)
 
 
 @pytest.mark.slow
-def test_parts_of_a_sequence_run_side_by_side(interpreter, monkeypatch):
+def test_parts_of_a_sequence_run_side_by_side(no_races, monkeypatch):
     """Two parts, the cut inside a document, one more ends in the first; what `prepare` made is kept for the backward pass."""
     monkeypatch.setattr(mosaic_gpu_forward, "SHORTEST_PART", 1)
     monkeypatch.setattr(mosaic_gpu_forward, "FEWEST_PARTS", 2)
@@ -127,7 +116,7 @@ def test_parts(sequences, chunks, parts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key,value", [(64, 64), pytest.param(128, 64, marks=pytest.mark.exhaustive)])
-def test_segment(interpreter, monkeypatch, key, value):
+def test_segment(no_races, monkeypatch, key, value):
     """Transition and state of packed documents, values and transition side by side: 128 columns, and 192, which `gradients` takes in two parts."""
     monkeypatch.setattr(specs, "unmet_on_hopper", list)
     monkeypatch.setattr(vjp, "kda", partial(vjp.kda, interpret=INTERPRETER))
@@ -159,7 +148,7 @@ def test_segment(interpreter, monkeypatch, key, value):
 
 
 @pytest.mark.slow
-def test_causal_to_the_bit(interpreter):
+def test_causal_to_the_bit(no_races):
     x = raw_inputs(specs.Shape(1, 130, 1, 64, 64))
     other = raw_inputs(specs.Shape(1, 130, 1, 64, 64), seed=7)
     call = jax.jit(lambda x: run(BOUNDED)(**x)[0])
@@ -170,7 +159,7 @@ def test_causal_to_the_bit(interpreter):
 
 
 @pytest.mark.slow
-def test_nan_at_padding_stays_there(interpreter):
+def test_nan_at_padding_stays_there(no_races):
     x = raw_inputs(specs.Shape(1, 64, 1, 64, 64))
     ids = np.repeat([1, 0, 2], [20, 9, 35])[None].astype(np.int32)
     call = jax.jit(lambda x: run(BOUNDED)(**x))
